@@ -109,7 +109,7 @@ def train(place: str, folder: Path, steps: int, context: int, staging_bytes: int
     zero = zs.shard(model, optimizer, offload=offload, stage=0 if is_whole else 3)
     tokens = torch.randint(50257, (1, context + 1))
     between, most, update_s, moved, disk_s, passes_moved = [], [], [], [], [], []
-    disk: Any = None if zero._apart is None else zero._apart.disk
+    disk: Any = None if (filed := zero._stores.filed) is None else filed.disk
     for step in range(steps):
         begun_bytes = 0 if disk is None else disk.moved_bytes
         model(tokens[:, :-1], tokens[:, 1:]).backward()

@@ -34,8 +34,8 @@ from torch import Tensor, nn
 from zeroshard import devices
 from zeroshard.core.buffer import Bucket
 from zeroshard.store.ahead import Late
-from zeroshard.store.apart import Apart, FileApart, HostApart, Landing
 from zeroshard.store.disk import BLOCK_BYTES, Disk
+from zeroshard.store.stores import FarStore, FileStore, HostLanding, HostStore
 from zeroshard.update import background
 from zeroshard.update.streamed import Chunk
 
@@ -247,7 +247,7 @@ def emulated(machine: Machine, bytes_per_element: float) -> Iterator[Machine]:
     functional, submit, wait = sys.modules[torch.optim.Adam.__module__], Disk.submit, Chunk._wait
     adam = functional.adam  # torch.optim hides its modules
     zeros, begin, update_unit, wait_unit = (
-        HostApart.zeros,
+        HostStore.zeros,
         background.Run.begin,
         background.Run._update,
         background.Background._wait_for,
@@ -259,32 +259,32 @@ def emulated(machine: Machine, bytes_per_element: float) -> Iterator[Machine]:
         adam(params, *args, **options)
         machine.work(bytes_per_element * sum(one.numel() for one in params))
 
-    def put(landing: Landing, target: Tensor, values: Tensor) -> None:
+    def put(landing: HostLanding, target: Tensor, values: Tensor) -> None:
         machine.put(target, values)
 
-    def add(landing: Landing, target: Tensor, values: Tensor, scale: float = 1.0) -> None:
+    def add(landing: HostLanding, target: Tensor, values: Tensor, scale: float = 1.0) -> None:
         machine.add(target, values, scale)
 
-    bring = HostApart.bring
+    bring = HostStore.bring
 
-    def bring_within_host(apart: HostApart, target: Tensor, source: Tensor) -> None:
-        bring(apart, target, source)
+    def bring_within_host(store: HostStore, target: Tensor, source: Tensor) -> None:
+        bring(store, target, source)
         if machine.is_beside(target):
             machine.work(source.nbytes + target.nbytes)
 
-    def fill(apart: Apart, piece: Tensor, values: Tensor) -> None:
+    def fill(store: FarStore, piece: Tensor, values: Tensor) -> None:
         machine.fill(piece, values)
 
-    def launch(apart: Apart, target: Tensor, piece: Tensor) -> Any:
+    def launch(store: FarStore, target: Tensor, piece: Tensor) -> Any:
         return machine.launch(target, piece)
 
-    def is_far(apart: Apart, target: Tensor) -> bool:
+    def is_far(store: FarStore, target: Tensor) -> bool:
         return not machine.is_beside(target)
 
-    def make_buffer(apart: Apart) -> Tensor:
-        return torch.empty(apart._buffer_bytes, dtype=torch.uint8)
+    def make_buffer(store: FarStore) -> Tensor:
+        return torch.empty(store._buffer_bytes, dtype=torch.uint8)
 
-    def await_read(apart: FileApart, move: Any) -> None:
+    def await_read(store: FileStore, move: Any) -> None:
         move.result()
         machine.follow_to(move.done_s)
 
@@ -297,14 +297,13 @@ def emulated(machine: Machine, bytes_per_element: float) -> Iterator[Machine]:
         for one in moving:
             machine.follow_to(one.__dict__["done_s"])
 
-    def host_zeros(apart: HostApart, numel: int, dtype: torch.dtype) -> Tensor:
-        return machine.note(zeros(apart, numel, dtype))
+    def host_zeros(store: HostStore, numel: int, dtype: torch.dtype) -> Tensor:
+        return machine.note(zeros(store, numel, dtype))
 
-    def follow_apart(bucket: Bucket, *, is_on_device: bool | None = None) -> None:
-        with torch.no_grad():
-            for part, masters in bucket._rounded(False):
-                if is_on_device is None or is_on_device is not machine.is_beside(part):
-                    bucket._bring(part, masters)
+    def follow_late(bucket: Bucket, *, is_on_device: bool) -> None:
+        if bucket.spec.has_masters and is_on_device is not machine.is_beside(bucket._updated):
+            with torch.no_grad():
+                bucket._store.bring(bucket._updated, bucket._masters)
 
     def ahead(device: torch.device, after: Any) -> AbstractContextManager[None]:
         return machine.ahead(after)
@@ -330,19 +329,19 @@ def emulated(machine: Machine, bytes_per_element: float) -> Iterator[Machine]:
     with ExitStack() as stack:
         stack.callback(machine.close)
         stack.enter_context(patch.object(functional, "adam", update))
-        stack.enter_context(patch.object(Landing, "put", put))
-        stack.enter_context(patch.object(Landing, "add", add))
-        stack.enter_context(patch.object(HostApart, "bring", bring_within_host))
-        stack.enter_context(patch.object(Apart, "_fill", fill))
-        stack.enter_context(patch.object(Apart, "_launch", launch))
-        stack.enter_context(patch.object(Apart, "_is_far", is_far))
-        stack.enter_context(patch.object(Apart, "_make_buffer", make_buffer))
-        stack.enter_context(patch.object(FileApart, "_await", await_read))
+        stack.enter_context(patch.object(HostLanding, "put", put))
+        stack.enter_context(patch.object(HostLanding, "add", add))
+        stack.enter_context(patch.object(HostStore, "bring", bring_within_host))
+        stack.enter_context(patch.object(FarStore, "_fill", fill))
+        stack.enter_context(patch.object(FarStore, "_launch", launch))
+        stack.enter_context(patch.object(FarStore, "_is_far", is_far))
+        stack.enter_context(patch.object(FarStore, "_make_buffer", make_buffer))
+        stack.enter_context(patch.object(FileStore, "_await", await_read))
         stack.enter_context(patch.object(Disk, "submit", submit_to))
         stack.enter_context(patch.object(Chunk, "_wait", wait_for))
-        stack.enter_context(patch.object(HostApart, "zeros", host_zeros))
-        stack.enter_context(patch.object(Bucket, "follow_apart", follow_apart))
-        stack.enter_context(patch.object(Apart, "takes_time", True))
+        stack.enter_context(patch.object(HostStore, "zeros", host_zeros))
+        stack.enter_context(patch.object(Bucket, "follow_late", follow_late))
+        stack.enter_context(patch.object(FarStore, "takes_time", True))
         stack.enter_context(patch.object(devices, "ahead", ahead))
         stack.enter_context(patch.object(devices, "behind", lambda device, after: nullcontext()))
         stack.enter_context(patch.object(devices, "mark_on", lambda device: machine.mark()))

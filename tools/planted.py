@@ -670,7 +670,7 @@ ENGINE = (
     Bug(
         "masters are not rounded into parameters",
         "update/optimizer.py",
-        "bucket.follow_masters(is_apart_done=self.source.disk is not None)",
+        "bucket.follow_masters(is_filed_done=self.source.disk is not None)",
         "pass",
         f"{_ENGINE}/test_precision.py::test_training_equals_a_single_process_that_casts_alike[bf16-2]",
     ),
@@ -678,22 +678,22 @@ ENGINE = (
     Bug(
         "parameters elsewhere are not brought before the gather",
         "core/buffer.py",
-        "return begin() if self._home is None else",
-        "return begin() if True else",
+        "return self._home.brought(self.own, self.shard, begin, unit)",
+        "return begin()",
         f"{_ENGINE}/test_offload_parameters.py::{_ELSEWHERE}[accumulates-2-host]",
     ),
     Bug(
         "parameters elsewhere do not follow their masters",
         "core/buffer.py",
-        "if is_on_device is None or is_on_device is (",
-        "if part.data_ptr() != self.shards[0].data_ptr() and is_on_device is (",
+        "if self.spec.has_masters and not is_done and",
+        "if self.spec.has_masters and not is_done and self.spec.row.parameters.is_on_device and",
         f"{_ENGINE}/test_offload_parameters.py::{_ELSEWHERE}[bf16-1-host]",
     ),
     Bug(
         "all states of a bucket are loaded to its first place",
         "core/buffer.py",
-        "[start - self.spec.states[0] : stop - self.spec.states[0]]",
-        "[: stop - start]",
+        "return self.array(key, dtype)[start - self.spec.states[0] : stop - self.spec.states[0]]",
+        "return self.array(key, dtype)[: stop - start]",
         f"{_ENGINE}/test_offload_states.py::test_checkpoints_are_ordinary_ones[leaves-out-1-3-host]",
     ),
     Bug(

@@ -44,11 +44,11 @@ from zeroshard.optim.whole import whole_of
 from zeroshard.report.profile import Profile
 from zeroshard.setup.automatic import free_bytes
 from zeroshard.setup.equal import check_equal, facts_of, facts_of_optimizer, tell_refusal
-from zeroshard.setup.memories import check_updates, make_apart, reserve, source_of
+from zeroshard.setup.memories import check_updates, make_stores, reserve, source_of
 from zeroshard.setup.request import Described, Request, check_optimizers, describe, place_of
 from zeroshard.setup.takeover import axis_of, build, move_states
 from zeroshard.setup.wiring import wire
-from zeroshard.store.apart import Apart
+from zeroshard.store.stores import Stores
 from zeroshard.table.cells import Residency
 from zeroshard.table.settings import Settings
 from zeroshard.table.stages import name_of_row
@@ -233,13 +233,13 @@ def shard_over(asked: Request, joined: Mesh, make_comm: MakeComm) -> "Zero":
     check_equal(described.mesh, comm, facts_of(described, VERSION))
     check_torch()
     with accepted_by_all(described.mesh, "zs.shard()"):
-        apart, home = make_apart(described)
+        stores = make_stores(described)
     cell, plans = described.row.activations, described.plans
     dtypes = {name: parameter.dtype for plan in plans for name, parameter in plan.parameters}
     treatment = treatment_of(cell, plans, axis_of(comm), ledger)
-    engine = build(described, comm, ledger, treatment, apart, home)
+    engine = build(described, comm, ledger, treatment, stores)
     engine.order.buffers = follow_buffers(described, comm, engine.order.votes)
-    zero = Zero(engine, described, dtypes, apart, home)
+    zero = Zero(engine, described, dtypes, stores)
     hooks = wire(engine, described.model, plans, settings.forward_methods, described.precision, described.own_precision)
     recompute_units(cell, plans, hooks, engine.saved, ledger, engine.guard.suspect, engine.undo.put)
     warn_if_whole(described.mesh, engine.units, described.plans)
@@ -282,11 +282,10 @@ class Zero:
         engine: Engine,
         described: Described,
         dtypes: Mapping[str, torch.dtype],
-        apart: Apart | None = None,
-        home: Apart | None = None,
+        stores: Stores,
     ) -> None:
         self._dtypes, self._settings = dtypes, described.settings
-        self._apart, self._home, self._specs = apart, home, described.units
+        self._stores, self._specs = stores, described.units
         self._engine, self._model, self._elementwise = engine, described.model, described.settings.elementwise
         self._ignored, self._sharded = described.ignored, list[ShardedOptimizer]()
         self._chosen = [described.chosen] if described.chosen else []
@@ -385,8 +384,8 @@ class Zero:
         try:
             row, is_known = self.residency, self._elementwise
             check_optimizers(self._model, [optimizer], row, is_known, is_final=False, ignored=self._ignored)
-            check_updates(row, self._specs, [*self.optimizers, optimizer], engine.mesh.device)
-            reserve(self._apart, self._specs, [optimizer], is_first=False)
+            check_updates(self._specs, [*self.optimizers, optimizer], engine.mesh.device)
+            reserve(self._stores, self._specs, [optimizer], is_first=False)
         except (TypeError, ValueError) as error:
             tell_refusal(engine.mesh, engine.comm, error)
             raise
@@ -400,7 +399,7 @@ class Zero:
         whole = whole_of(optimizer)
         costs = {} if whole is None else whole_costs(optimizer, whole)
         number, cost = len(self._sharded), state_cost(optimizer)
-        source = source_of(self._engine, self._apart, self._home, optimizer, cost[0] if cost else 0)
+        source = source_of(self._engine, self._stores, optimizer, cost[0] if cost else 0)
         self._sharded.append(ShardedOptimizer(self._engine, optimizer, number, source, cost))
         open_states(self._engine, self._sharded[-1])
         self._sharded[-1].whole_costs = costs

@@ -1,13 +1,30 @@
-"""Nothing outside the table asks which class a cell has: what follows from a cell are answers, compared."""
+"""Nothing outside the table asks which class a cell has: what follows from a cell are answers, compared.
+
+Nor does anything outside `table/` and `store/` compare the name of a memory, and few conditions ask where something is.
+"""
 
 import ast
 
 import pytest
 
+from tools import places
+
 from .source import Module, package_modules, plant
 
 CELLS = frozenset(["Cell", "Elsewhere", "Replicated", "Sharded"])
+MOST_CONDITIONS, MOST_FILES = 49, 22
+"""Conditions outside `table/` and `store/` that ask where something is, without those of the modules below.
+
+When buckets were cut between memories there were 101 in 26 files.
+"""
+UNDER_WAY = ["zeroshard.plan.step.film"]
+"""Modules that still compare names: the film counts bytes by memory, and reads a bucket as counts."""
 ASKS = frozenset(["isinstance", "issubclass", "type"])
+
+
+def outside() -> list[Module]:
+    """Return the modules of the package besides those that know memories."""
+    return [m for m in package_modules() if not m.name.startswith(("zeroshard.table", "zeroshard.store"))]
 
 
 def questions(modules: tuple[Module, ...]) -> list[str]:
@@ -52,3 +69,46 @@ def test_such_a_question_is_found(text: str) -> None:
 
 def test_making_a_cell_is_no_question() -> None:
     assert questions((plant("zeroshard.describe.offload", "def f(row):\n    return Elsewhere(row.states)"),)) == []
+
+
+def test_only_tables_and_stores_compare_the_names_of_memories() -> None:
+    assert [m.name for m in outside() if places.names_compared(m.tree)] == UNDER_WAY
+
+
+def test_few_conditions_ask_where_something_is() -> None:
+    found = {m.name: len(lines) for m in outside() if m.name not in UNDER_WAY and (lines := places.places_in(m.tree))}
+    assert sum(found.values()) <= MOST_CONDITIONS, found
+    assert len(found) <= MOST_FILES, found
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "def f(cell):\n    return cell.memory == 'host'",
+        "def f(cell):\n    return cell.memory in ('host', 'file')",
+        "def f(memory):\n    return memory != DEVICE",
+    ],
+)
+def test_a_name_that_is_compared_is_found(text: str) -> None:
+    module = plant("zeroshard.core.unit", text)
+    assert len(places.names_compared(module.tree)) == 1
+    assert len(places.places_in(module.tree)) == 1
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "def f(self):\n    return 1 if self.disk is None else 2",
+        "def f(comm):\n    while comm.is_on_host:\n        pass",
+        "def f(spec):\n    return [one for one in spec if one.states.is_in_file]",
+        "def f(grads):\n    return not grads.landing.is_direct",
+        "from zeroshard.store.stored import is_stored\ndef f(one):\n    return 1 if is_stored(one) else 2",
+    ],
+)
+def test_a_condition_is_found(text: str) -> None:
+    assert places.places_in(plant("zeroshard.core.unit", text).tree)
+
+
+def test_what_asks_a_memory_to_act_is_no_condition() -> None:
+    text = "def f(self, values):\n    return self.store.bring(values, self.masters) if values.numel() else None"
+    assert places.places_in(plant("zeroshard.core.unit", text).tree) == []

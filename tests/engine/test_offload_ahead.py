@@ -20,7 +20,7 @@ from tests.engine import test_offload_states as runs
 from tests.engine.test_offload_parameters import offload_at
 from tests.oracle import TIMEOUT_S, assert_same
 from tools.emulated import gpu
-from zeroshard.store.apart import Apart
+from zeroshard.store.stores import FarStore
 from zeroshard.testing import RankFailure, run_ranks
 
 COPY_S = 0.003
@@ -34,24 +34,23 @@ def slow(fail_at: int = 0, error: type[Exception] = RuntimeError) -> Iterator[li
     Args:
         fail_at: the number of the copy that fails; 0 for none.
     """
-    brought, bring, copied = Apart.brought, Apart.bring, list[int]()
+    brought, bring, copied = FarStore.brought, FarStore.bring, list[int]()
 
-    def poisoned(apart: Apart, values: tuple[Tensor, Tensor] | None, begin: Any, name: str) -> Any:
-        if values is not None:
-            values[0].fill_(torch.nan)
-        return brought(apart, values, begin, name)
+    def poisoned(store: FarStore, target: Tensor, source: Tensor, begin: Any, name: str) -> Any:
+        target.fill_(torch.nan)
+        return brought(store, target, source, begin, name)
 
-    def late(apart: Apart, target: Tensor, source: Tensor) -> None:
+    def late(store: FarStore, target: Tensor, source: Tensor) -> None:
         copied.append(target.nbytes)
         if len(copied) == fail_at:
             raise error("the copy failed")
         time.sleep(COPY_S)
-        bring(apart, target, source)
+        bring(store, target, source)
 
     with (
-        patch.object(Apart, "takes_time", True),
-        patch.object(Apart, "brought", poisoned),
-        patch.object(Apart, "bring", late),
+        patch.object(FarStore, "takes_time", True),
+        patch.object(FarStore, "brought", poisoned),
+        patch.object(FarStore, "bring", late),
     ):
         yield copied
 

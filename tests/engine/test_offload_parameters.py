@@ -182,13 +182,16 @@ def account(states: float, parameters: float, folder: str, precision: str) -> di
     models.stack_loss(model, 3, runs.rank_of()).backward()
     memory = zero.memory()
     specs = [bucket.spec for unit in zero._engine.units for bucket in unit.buckets]
-    moved = sum(spec.apart_shard[1] - spec.apart_shard[0] for spec in specs)
+    moved = sum(spec.layout.shard_numel for spec in specs if spec.row.parameters.memory != "device")
     return {
         "now": memory.resident_bytes,
         "said": memory.predicted_bytes,
         "peak": memory.peak_bytes["transient"],
         "moved": moved,
-        "whole": any(one.requires_grad and not slot_of(one).bucket.spec.apart_parameters for one in model.parameters()),
+        "whole": any(
+            one.requires_grad and slot_of(one).bucket.spec.row.parameters.memory == "device"
+            for one in model.parameters()
+        ),
         "text": zero.summary(),
         "row": str(zero.residency.parameters),
     }

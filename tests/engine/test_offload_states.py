@@ -5,8 +5,9 @@ and host are one memory on a CPU, so every difference is an error of the engine.
 """
 
 import functools
+import itertools
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from tests import models
 from tests.oracle import STAGES_AT, TIMEOUT_S, WATCHDOG_S, assert_same
 from tools.settled import settled
 from zeroshard.core.slot import slot_of
-from zeroshard.table.cells import Elsewhere, Sharded
+from zeroshard.table.cells import Cell, Elsewhere, Place, Sharded
 from zeroshard.testing import run_ranks
 
 FRACTIONS = (0.0, 0.3, 1.0)
@@ -250,7 +251,9 @@ def account(place: str, stage: int, fraction: float) -> dict[str, Any]:
         advance("accumulates", run, range(2))
         models.stack_loss(model, 3, rank_of()).backward()
         memory = zero.memory()
-        shares = [slot_of(m).index < slot_of(m).bucket.spec.apart for g in optimizer.param_groups for m in g["params"]]
+        shares = [
+            not slot_of(m).bucket.spec.row.states.is_on_device for g in optimizer.param_groups for m in g["params"]
+        ]
         return {"now": memory.resident_bytes, "said": memory.predicted_bytes, "shares": shares, "text": zero.summary()}
 
 
@@ -332,13 +335,23 @@ def test_updates_in_the_backward_are_refused_by_name() -> None:
     assert zs.Offload(update="step") == zs.Offload()
 
 
-def test_fractions_are_reached_over_the_model_and_not_in_each_bucket() -> None:
-    cell = Elsewhere(Sharded(), "host", 0.3)
-    # An embedding of a third of the model comes first: what it leaves is made up for by those behind it.
-    buckets = [[310], *[[20, 3, 20, 3]] * 15]
-    counts = cell.apart(buckets)
-    moved = sum(sum(numels[:count]) for numels, count in zip(buckets, counts, strict=True))
-    assert counts[0] == 0
-    assert abs(moved / sum(map(sum, buckets)) - 0.3) < 0.01
-    assert Elsewhere(Sharded(), "host", 1.0).apart([[0, 5, 0], [0]]) == [3, 1]
-    assert Sharded().apart([[3], [4]]) == [0, 0]
+def moved(cell: Cell, sizes: Sequence[int]) -> list[int]:
+    return [place for place, one in enumerate(cell.of_buckets(sizes)) if one.memory == "host"]
+
+
+def test_fractions_round_up_to_whole_buckets_spread_evenly() -> None:
+    def host(fraction: float) -> Cell:
+        return Elsewhere(Sharded(), Place("host"), fraction)
+
+    assert moved(host(0.5), [64] * 8) == [0, 2, 4, 6]
+    assert moved(host(0.25), [64] * 8) == [0, 4]
+    assert moved(host(0.07), [64] * 100) == moved(host(0.061), [64] * 100)
+    assert len(moved(host(0.07), [64] * 100)) == 7, "7 of 100 are 0.07, although 0.07 * 100 > 7 in floats"
+    assert moved(host(1.0), [310, *[46] * 15]) == list(range(16))
+    assert len(moved(host(1e-9), [310, *[46] * 15])) == 1, "a fraction above 0 moves at least one"
+    sizes = [310, *[46, 3] * 15]
+    steps = [set(moved(host(percent / 100), sizes)) for percent in range(1, 101)]
+    for percent, (less, more) in enumerate(itertools.pairwise(steps), start=2):
+        reached = sum(sizes[place] for place in more)
+        assert less <= more and percent / 100 * sum(sizes) <= reached < percent / 100 * sum(sizes) + max(sizes)
+    assert moved(Sharded(), sizes) == []

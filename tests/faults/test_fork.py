@@ -80,7 +80,7 @@ def reachable(model: nn.Module) -> list[Tensor]:
         bucket = parameter.__dict__["_zeroshard"].bucket
         with contextlib.suppress(RuntimeError):  # its values are released here
             found.append(parameter.data)
-        found += bucket.shards
+        found.append(bucket.shard)
         found += bucket.grads.tensors()
     return [tensor.detach() for tensor in found if tensor.is_floating_point()]
 

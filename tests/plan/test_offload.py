@@ -104,7 +104,8 @@ def test_buffers_of_files_take_what_is_planned(
     units = [unit.described() for unit in zero._engine.units]
     updates = [updates_of(units, OPTIMIZERS["adamw"])]
     assert zero._sharded[0].source.staging_bytes == file_staging_bytes(units, updates)
-    assert zero._home is not None and zero._home._buffers is not None
-    made = [zero._home._buffers.get(timeout=1).memory.nbytes for _ in range(2)]
-    assert zero._home._buffers.empty()
+    home = zero._stores.home
+    assert home is not None and home._buffers is not None
+    made = [home._buffers.get(timeout=1).memory.nbytes for _ in range(2)]
+    assert home._buffers.empty()
     assert sum(made) == buffer_bytes(units, is_cpu=True)

@@ -37,7 +37,7 @@ def check(stage: int, where: str, options: dict[str, Any]) -> int:
     if dist.get_rank() == CULPRIT and where == "parameter":
         flip(model.blocks[1][0].weight.data)
     elif dist.get_rank() == CULPRIT and where == "shard":
-        flip(bucket.shards[1])
+        flip(bucket.shard)
     elif dist.get_rank() == CULPRIT and where == "master":
         flip(next(master for master in optimizer.param_groups[0]["params"] if master.numel()))
     elif dist.get_rank() == CULPRIT and where == "state":

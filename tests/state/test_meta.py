@@ -235,7 +235,7 @@ def most_alive(stage: int) -> tuple[int, int, int]:
 
     model = on_meta(Wide)
     zero = zs.shard(model, stage=stage, weights=look, settings=zs.Settings(shared_memory=False))
-    shards = sum(shard.nbytes for unit in zero.units for bucket in unit.buckets for shard in bucket.shards)
+    shards = sum(bucket.shard.nbytes for unit in zero.units for bucket in unit.buckets)
     return peak, shards, max(unit.spec.full_bytes for unit in zero.units)
 
 
@@ -280,7 +280,7 @@ def most_alive_of_files(folder: str) -> tuple[int, int, int, int]:
     model = on_meta(mixtral)
     model_bytes = sum(p.nbytes for p in model.parameters())
     zero = zs.shard(model, stage=3, weights=folder, settings=zs.Settings(shared_memory=False))
-    shards = sum(shard.nbytes for unit in zero.units for bucket in unit.buckets for shard in bucket.shards)
+    shards = sum(bucket.shard.nbytes for unit in zero.units for bucket in unit.buckets)
     return peak, shards, max(unit.spec.full_bytes for unit in zero.units), model_bytes
 
 

@@ -14,7 +14,7 @@ from zeroshard.core.slot import slot_of
 from zeroshard.core.unit import Unit
 from zeroshard.optim.keeps import whole_bytes
 from zeroshard.optim.packed import parts_of
-from zeroshard.table.bytes import Owned, Updates, apart_bytes, kept_bytes, predict, step_bytes
+from zeroshard.table.bytes import Owned, Updates, add_bytes, columns_of, kept_bytes, predict, step_bytes
 from zeroshard.table.spec import BucketSpec, itemsize
 from zeroshard.table.trace import Memory
 from zeroshard.update.optimizer import ShardedOptimizer, is_cut
@@ -29,23 +29,15 @@ TREATED = ("activations", "captured")
 def measure(engine: Engine, optimizers: Sequence[ShardedOptimizer]) -> Memory:
     """Return the current, peak and predicted bytes, by column."""
     buckets = [bucket for unit in engine.units for bucket in unit.buckets]
-    parameters, masters, padding = kept_bytes([bucket.spec for bucket in buckets])
-    gradients, more = (sum(column) for column in zip((0, 0), *(b.grads.nbytes for b in buckets), strict=True))
-    states, counters, apart = _count_states(optimizers)
+    specs = [bucket.spec for bucket in buckets]
+    found = kept_bytes(specs)
     for bucket in buckets:
-        apart += apart_bytes(bucket.spec)
-        apart["host"] += bucket.grads.apart_bytes
-    now = {
-        "parameters": parameters,
-        "gradients": gradients,
-        "states": states + masters,
-        "padding": padding + more + counters,
-        "transient": engine.ledger.now["transient"],
-    }
+        add_bytes(found, "gradients", bucket.spec.row.gradients, bucket.grads.nbytes)
+    _add_states(found, optimizers)
+    found["transient"] = engine.ledger.now["transient"]
     if engine.has_moved_states:
-        now["states"], apart["host"] = 0, apart["host"] + now["states"]
-    rows = {cell.memory for bucket in buckets for cell in bucket.spec.row.state}
-    now |= {memory: apart[memory] for memory in ("file", "host") if memory in rows or apart[memory]}
+        found["host"], found["states"] = found["host"] + found["states"], 0
+    now = columns_of(found, specs)
     now |= {column: engine.ledger.now[column] for column in TREATED if column in engine.ledger.now}
     for column, nbytes in now.items():
         engine.ledger.note(column, nbytes)
@@ -73,21 +65,17 @@ def _updates(optimizer: ShardedOptimizer) -> Updates:
     return Updates(sliced, *(optimizer.state_cost or (0, 0)), whole=whole)
 
 
-def _count_states(optimizers: Sequence[ShardedOptimizer]) -> tuple[int, int, Counter[str]]:
-    """Return bytes of states: of elements and blocks; of counters; and of offloaded elements by memory."""
-    states, counters, apart = 0, 0, Counter[str]()
+def _add_states(found: Counter[str], optimizers: Sequence[ShardedOptimizer]) -> None:
+    """Add the bytes of states of elements and blocks, and of counters."""
     for one in optimizers:
         for master in one.masters:
             slot = slot_of(master)
-            spec, is_whole = slot.bucket.spec, slot.updater is not None
+            cell, is_whole = slot.bucket.spec.row.states, slot.updater is not None
             state = one.optimizer.state.get(master, {})
             parts = parts_of(one.optimizer, state)
             for key, value in state.items():
                 is_of_elements = is_stored(value) if is_whole else key in parts or is_cut(key, value, master)
-                if is_of_elements and slot.index < spec.apart:
-                    apart[spec.row.states.memory] += value.nbytes
-                elif is_of_elements:
-                    states += value.nbytes
+                if is_of_elements:
+                    add_bytes(found, "states", cell, (value.nbytes, 0))
                 elif isinstance(value, torch.Tensor):
-                    counters += value.nbytes
-    return states, counters, apart
+                    found["padding"] += value.nbytes

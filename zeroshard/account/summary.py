@@ -16,8 +16,9 @@ from zeroshard.core.engine import Engine
 from zeroshard.core.slot import slot_of
 from zeroshard.core.unit import Unit
 from zeroshard.describe.blocks import LARGE_PART
+from zeroshard.describe.offload import reached
 from zeroshard.describe.units import UnitPlan
-from zeroshard.table.bytes import kept_bytes
+from zeroshard.table.bytes import add_bytes, kept_bytes, on_device
 from zeroshard.table.schedule import ROOT
 from zeroshard.update.kernels import describe_waits
 from zeroshard.update.optimizer import ShardedOptimizer
@@ -126,21 +127,12 @@ def _judge(units: Sequence[Unit]) -> list[str]:
 
 
 def _offloaded(units: Sequence[Unit]) -> list[str]:
-    """Describe the offloaded part of each column; it may differ from the requested part, since whole slices move."""
-    specs = [bucket.spec for unit in units for bucket in unit.buckets]
-    trained, lines = [spec for spec in specs if spec.is_trained], []
-    columns = (
-        ("states of", trained, [(s.row.states, s.apart, s.apart_states, s.states) for s in trained]),
-        ("parameters with", specs, [(s.row.parameters, s.apart_parameters, s.apart_shard, s.shard) for s in specs]),
-    )
-    for what, kept, found in columns:
-        if any(count for _, count, _, _ in found):
-            pairs = [*zip(kept, found, strict=True)]
-            apart = sum(spec.layout.owned_numel(*moved) for spec, (_, _, moved, _) in pairs)
-            total = sum(spec.layout.owned_numel(*all_) for spec, (_, _, _, all_) in pairs)
-            folder = found[0][0].folder
-            place = f"in files under {folder}" if folder else "in memory of the host"
-            lines.append(f"offloaded: the {what} {apart / max(1, total):.1%} of this rank's elements lie {place}")
+    """Describe the offloaded part of each column, rounded up to whole buckets."""
+    lines = []
+    for column, one in reached([unit.spec for unit in units]).items():
+        what = {"states": "the states of", "parameters": "the parameters with"}[column]
+        place = f"in files under {one.place.folder}" if one.place.folder else "in memory of the host"
+        lines.append(f"offloaded: {what} {one.fraction:.1%} of the elements lie {place}")
     return lines
 
 
@@ -205,8 +197,10 @@ def _percent(buckets: Sequence[Bucket]) -> str:
 
 def _resident_bytes(unit: Unit) -> int:
     """Return the bytes of parameters, masters and gradients that this rank keeps, padding included."""
-    gradients = sum(sum(bucket.grads.nbytes) for bucket in unit.buckets)
-    return sum(kept_bytes(unit.spec.buckets)) + gradients
+    found = kept_bytes(unit.spec.buckets)
+    for bucket in unit.buckets:
+        add_bytes(found, "gradients", bucket.spec.row.gradients, bucket.grads.nbytes)
+    return on_device(found)
 
 
 def _states_by_unit(units: Sequence[Unit], optimizers: Sequence[ShardedOptimizer]) -> list[int]:
@@ -216,7 +210,7 @@ def _states_by_unit(units: Sequence[Unit], optimizers: Sequence[ShardedOptimizer
         for master in one.masters:
             values = one.optimizer.state.get(master, {}).values()
             slot, is_small = slot_of(master), {id(v) for v in values if isinstance(v, torch.Tensor) and not v.ndim}
-            is_here = slot.index >= slot.bucket.spec.apart
+            is_here = slot.bucket.spec.row.states.is_on_device
             found[slot.unit] += sum(
                 v.nbytes for v in values if isinstance(v, torch.Tensor) and (is_here or id(v) in is_small)
             )

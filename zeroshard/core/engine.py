@@ -87,9 +87,8 @@ class Engine(Ending):
         """Whether the current step is skipped because gradients overflowed: slices then have no gradients."""
         self.has_moved_states = False
         """Whether `offload_states()` moved states away, which prevents updates."""
-        memories = {bucket.spec.master_memory for unit in units for bucket in unit.buckets}
-        # Equal on all ranks, also if a rank has no offloaded slice.
-        self.guard = guard_of(comm, updates_on_host=memories != {"device"})
+        has_far = any(not bucket.spec.row.states.is_on_device for unit in units for bucket in unit.buckets)
+        self.guard = guard_of(comm, updates_on_host=has_far)
         self.unread: Callable[[], None] | None = None
         """Reads whether the last update was skipped, and acts on it; None if the host knows."""
         self._await_update: Callable[[], None] = lambda: None

@@ -239,8 +239,7 @@ class MasterSlice(torch.nn.Parameter):
 
 def part_of(slot: Slot) -> Tensor:
     """Return this rank's elements of an existing gradient, in the held dtype."""
-    if (landing := slot.bucket.grads.landing) is not None:
-        landing.wait()
+    slot.bucket.grads.landing.wait()
     if slot.master_grad is None:
         part = slot.bucket.grads.part(slot.index)
         slot.master_grad = part if slot.is_whole else _master_gradient(part, slot)

@@ -21,7 +21,7 @@ from typing import final
 import torch
 
 from zeroshard.core.states import Own, Scope, Sum
-from zeroshard.store.apart import Landing
+from zeroshard.store.stores import Landing
 from zeroshard.table.spec import BucketSpec, Range
 from zeroshard.table.trace import Ledger
 from zeroshard.torch_private import foreach_copy_, foreach_mul_, users_of_storage
@@ -74,10 +74,8 @@ class Places:
 class Gradients(ABC):
     """The gradients of one bucket."""
 
-    def __init__(
-        self, spec: BucketSpec, places: Places, dtype: torch.dtype, ledger: Ledger, device: torch.device
-    ) -> None:
-        self.spec, self.dtype = spec, dtype
+    def __init__(self, spec: BucketSpec, places: Places, dtype: torch.dtype, ledger: Ledger, landing: Landing) -> None:
+        self.spec, self.dtype, self.landing = spec, dtype, landing
         self._places, self._ledger = places, ledger
         count = len(places.shapes)
         self.own, self.sums = [NONE] * count, [STALE] * count
@@ -87,17 +85,6 @@ class Gradients(ABC):
         self.is_suspect = False
         """Whether held gradients may not be finite, although later sums are: kept after a skipped step, or assigned.
         The checks for a loss scale then look at what is held."""
-        self.landing = Landing(device) if spec.apart_gradients else None
-        """Moves gradients to host memory; None if all gradients stay on the device."""
-        self._apart_bytes = 0
-
-    @property
-    def apart_bytes(self) -> int:
-        """Bytes of the gradients in host memory."""
-        return self._apart_bytes
-
-    def _count_apart(self, nbytes: int) -> None:
-        self._apart_bytes += nbytes
 
     @property
     def has_local(self) -> bool:
@@ -179,7 +166,7 @@ class Gradients(ABC):
     @property
     @abstractmethod
     def nbytes(self) -> tuple[int, int]:
-        """Bytes held as (of parameters, padding)."""
+        """Bytes held as (of parameters, padding), in the memory of `landing`."""
 
 
 @dataclass(frozen=True)
@@ -187,7 +174,7 @@ class Local:
     """A rank's own gradients for a reduction, with their states at the start of the reduction."""
 
     full: Tensor
-    apart: Tensor | None
+    spare: Tensor | None
     """The destination of this rank's shard of the sum, if neither `full` nor held gradients may be written yet."""
     views: list[Tensor]
     own: list[Own]
@@ -201,9 +188,16 @@ class FlatGradients(Gradients):
     """Gradients of several ranks, in flat tensors of the bucket; each rank holds its part of the sums."""
 
     def __init__(
-        self, spec: BucketSpec, places: Places, dtype: torch.dtype, ledger: Ledger, pool: Pool, device: torch.device
+        self,
+        spec: BucketSpec,
+        places: Places,
+        dtype: torch.dtype,
+        ledger: Ledger,
+        landing: Landing,
+        pool: Pool,
+        device: torch.device,
     ) -> None:
-        super().__init__(spec, places, dtype, ledger, device)
+        super().__init__(spec, places, dtype, ledger, landing)
         self.lands_together = False
         """Whether gradients stay in autograd's memory until `copy_arrived`."""
         self._arrived: dict[int, Tensor] = {}
@@ -214,9 +208,6 @@ class FlatGradients(Gradients):
         self._is_kept = spec.holds_whole_gradients and pool.memory.is_shared
         """Whether other ranks read held gradients in place; such memory cannot be released."""
         self.held: Tensor | None = None
-        self._away: Tensor | None = None
-        """The first `_cut` held elements, if these are in host memory."""
-        self._cut = spec.apart_states[1] - spec.states[0] if spec.apart_gradients else 0
         self.local: Tensor | None = None
         self._views: list[Tensor] = []
         self._cuts: dict[Range, Sequence[Tensor]] = {}
@@ -231,25 +222,21 @@ class FlatGradients(Gradients):
         return self.sums.count(STALE) == len(self.sums)
 
     def hold(self) -> Tensor:
-        """Return the device buffer of held gradients, allocated uninitialized at its first use."""
+        """Return the buffer of held gradients, allocated uninitialized at its first use."""
         if self.held is None:
-            numel = self.spec.gradients[1] - self.spec.gradients[0] - self._cut
-            if self.landing is not None:
-                self._away = self.landing.empty(self._cut, self.dtype)
-                self._count_apart(self.spec.apart_gradient_bytes)
+            numel = self.spec.gradients[1] - self.spec.gradients[0]
             if self._is_kept:
                 self.held = self._pool.memory.zeros(numel, self.dtype, self._device)
             else:
-                self.held = torch.empty(numel, dtype=self.dtype, device=self._device)
-            self._ledger.add("gradients", self.nbytes[0])
+                self.held = self.landing.empty(numel, self.dtype)
+            self.landing.count(self._ledger, self.nbytes[0])
         return self.held
 
     def _let_go(self) -> None:
         """Release the memory of held gradients; the next use comes in backward, when activations are released."""
         if self.held is not None and not self._is_kept and self.local is not self.held and not self._under_way:
-            self._ledger.add("gradients", -self.nbytes[0])
-            self._count_apart(-self._apart_bytes)
-            self.held, self._away, self._views = None, None, []
+            self.landing.count(self._ledger, -self.nbytes[0])
+            self.held, self._views = None, []
 
     def land(self, index: int, grad: Tensor, scale: float = 1.0) -> None:
         """See `Gradients`; the gradient moves into `local`."""
@@ -290,7 +277,7 @@ class FlatGradients(Gradients):
         self._ledger.add("transient", -nbytes)
 
     def _begin_local(self) -> None:
-        if self.spec.holds_whole_gradients and self.is_first:
+        if self.spec.holds_whole_gradients and self.is_first and self.landing.is_direct:
             self.local = self.hold()
         else:
             self.local = self._pool.take(self._layout.full_numel, self.dtype, self._device)
@@ -312,8 +299,8 @@ class FlatGradients(Gradients):
             if own is not LOCAL:
                 self._views[index].zero_()
         local = Local(self.local, None, self._views, self.own, self.sums, self.is_first)
-        if copies > 1 and (not local.is_first or self.local is self.held or self._cut):
-            local = replace(local, apart=self._pool.take(self._layout.shard_numel, self.dtype, self._device))
+        if copies > 1 and (not local.is_first or self.local is self.held or not self.landing.is_direct):
+            local = replace(local, spare=self._pool.take(self._layout.shard_numel, self.dtype, self._device))
         self.local = None
         self._under_way += 1
         self.hand_over()
@@ -324,8 +311,8 @@ class FlatGradients(Gradients):
         assert self.local is None, "a gradient landed in a complete unit"
         self._under_way -= 1
         self.local, self._views, self.own, self.sums = local.full, local.views, local.own, local.sums
-        if local.apart is not None:
-            self._pool.give(local.apart)
+        if local.spare is not None:
+            self._pool.give(local.spare)
 
     def parts_of(self, own: Tensor) -> Iterator[Tensor]:
         """Yield the parameters' parts of (stop - start,), this rank's shard of a sum; padding has undefined values.
@@ -336,21 +323,19 @@ class FlatGradients(Gradients):
         yield from self._split(self.own_shard() if self.is_suspect else own, self.spec.shard)
 
     def own_shard(self) -> Tensor:
-        """Return this rank's shard of held gradients; a copy if a part is in host memory."""
-        cuts = self._cuts_of(self.spec.shard)
-        return cuts[0] if len(cuts) == 1 else torch.cat([cut.to(self._device) for cut in cuts])
+        """Return this rank's shard of held gradients, on the device: a copy if they are elsewhere."""
+        return self._cut_of(self.spec.shard).to(self._device)
 
     def keep_shard(self, own: Tensor) -> None:
         """Write (stop - start,) to this rank's shard of held gradients, if `own_shard` returned a copy."""
-        if self.landing is not None and self._away is not None:
-            self.landing.put(self._away, own[: self._cut])
-            self.hold().copy_(own[self._cut :])
+        if not self.landing.is_direct:
+            self.landing.put(self.hold(), own)
 
     def place_of_sum(self, local: "Local") -> Tensor:
         """Return the destination of this rank's shard of the sum: held gradients if they contain no sum yet."""
-        if local.apart is not None:
-            return local.apart
-        is_straight = local.is_first and not self._cut
+        if local.spare is not None:
+            return local.spare
+        is_straight = local.is_first and self.landing.is_direct
         return self.own_shard() if is_straight else local.full[slice(*self.spec.shard)]
 
     def add_reduced(self, local: "Local", own: Tensor) -> Tensor:
@@ -365,27 +350,22 @@ class FlatGradients(Gradients):
             for index, one in enumerate(local.sums):
                 if one is STALE:
                     self.part(index).zero_()
-        if self.landing is not None and self._away is not None:
-            first, rest = own.split([self._cut, own.numel() - self._cut])
-            (self.landing.put if local.is_first else self.landing.add)(self._away, first)
-            (held.copy_ if local.is_first else held.add_)(rest)
-        elif not local.is_first and not is_in_place:
-            self.own_shard().add_(own)
-        elif local.apart is not None:
-            self.own_shard().copy_(own)
+        if not local.is_first and not is_in_place:
+            self.landing.add(self._cut_of(self.spec.shard, waits=False), own)
+        elif local.spare is not None or not self.landing.is_direct:
+            self.landing.put(self._cut_of(self.spec.shard, waits=False), own)
         if not is_in_place:
             self._pool.give(local.full)
-        if local.apart is not None:
-            self._pool.give(local.apart)
+        if local.spare is not None:
+            self._pool.give(local.spare)
         return held
 
-    def _cuts_of(self, place: Range) -> list[Tensor]:
-        """Return held elements (start, stop) of the bucket: those in host memory, if any, then those on the device."""
+    def _cut_of(self, place: Range, *, waits: bool = True) -> Tensor:
+        """Return held elements (start, stop) of the bucket."""
         held, first = self.hold(), self.spec.gradients[0]
-        if self.landing is None or self._away is None:
-            return [held[place[0] - first : place[1] - first]]
-        self.landing.wait()
-        return [self._away, held]  # gradients are sharded in this case, and these two are the whole shard
+        if waits:
+            self.landing.wait()
+        return held[place[0] - first : place[1] - first]
 
     def _split(self, cut: Tensor, place: Range) -> Sequence[Tensor]:
         """Return the parameters' parts of elements (start, stop) of the bucket."""
@@ -395,16 +375,8 @@ class FlatGradients(Gradients):
     def _parts(self, place: Range) -> Sequence[Tensor]:
         """Return the parameters' parts of a range of held gradients, created once a step."""
         if (made := self._cuts.get(place)) is None:
-            if self._away is None:
-                made = self._split(self._cuts_of(place)[0], place)
-            else:
-                # The first parameters are in host memory; the others are on the device, counted from the cut.
-                here, apart, parts = self.hold(), self.spec.apart_gradients, self._parts_in[place]
-                made = [self._away[start:stop] for start, stop in parts[:apart]]
-                made += [here[max(0, start - self._cut) : max(0, stop - self._cut)] for start, stop in parts[apart:]]
-            self._cuts[place] = made
-        if self.landing is not None:
-            self.landing.wait()
+            made = self._cuts[place] = self._split(self._cut_of(place), place)
+        self.landing.wait()
         return made
 
     def view(self, index: int) -> Tensor:
@@ -425,7 +397,7 @@ class FlatGradients(Gradients):
         is_all = len(indices) == len(self.sums) and all(map(self.is_known, indices))
         if self.has_local or not is_all:
             return super().parts_of_all(indices)
-        return self._cuts_of(self.spec.states)
+        return [self._cut_of(self.spec.states)]
 
     def parts(self, index: int) -> list[Tensor]:
         """See `Gradients`."""
@@ -440,13 +412,13 @@ class FlatGradients(Gradients):
 
     def tensors(self) -> list[Tensor]:
         """See `Gradients`."""
-        return [one for one in (self._away, self.held) if one is not None]
+        return [] if self.held is None else [self.held]
 
     def probes(self) -> list[Tensor]:
         """See `Gradients`."""
         if self.held is None:
             return []
-        return [self.held] if self.spec.updates_all else self._cuts_of(self.spec.shard)
+        return [self.held if self.spec.updates_all else self._cut_of(self.spec.shard)]
 
     def set_reduced(self, index: int, value: Tensor) -> None:
         """See `Gradients`."""
@@ -471,4 +443,4 @@ class FlatGradients(Gradients):
     @property
     def nbytes(self) -> tuple[int, int]:
         """See `Gradients`."""
-        return (0, 0) if self.held is None else self.spec.gradient_bytes
+        return (0, 0) if self.held is None else self.spec.held_gradient_bytes

@@ -10,7 +10,7 @@ import torch
 
 from zeroshard.core.grads import Gradients, Places
 from zeroshard.core.states import Own, Scope, Sum
-from zeroshard.store.apart import Landing
+from zeroshard.store.stores import Landing
 from zeroshard.table.spec import BucketSpec
 from zeroshard.table.trace import Ledger
 
@@ -30,10 +30,8 @@ HOT_NUMEL = 1 << 14
 class LooseGradients(Gradients):
     """Gradients of a single rank, which stay in autograd's tensors."""
 
-    def __init__(
-        self, spec: BucketSpec, places: Places, dtype: torch.dtype, ledger: Ledger, device: torch.device
-    ) -> None:
-        super().__init__(spec, places, dtype, ledger, device)
+    def __init__(self, spec: BucketSpec, places: Places, dtype: torch.dtype, ledger: Ledger, landing: Landing) -> None:
+        super().__init__(spec, places, dtype, ledger, landing)
         self._held: list[Tensor | None] = [None] * len(self.own)
         self._hot: dict[int, Tensor | None] = {}
         """Sums of gradients that user code cannot have changed; None for gradients that user code has read."""
@@ -41,8 +39,8 @@ class LooseGradients(Gradients):
     def land(self, index: int, grad: Tensor, scale: float = 1.0) -> None:
         """See `Gradients`."""
         held = self._held[index]
-        if self.landing is not None and index < self.spec.apart_gradients:
-            self._land_apart(self.landing, index, grad, scale)
+        if not self.landing.is_direct:
+            self._leave(index, grad, scale)
             return
         if held is not None:
             held.add_(grad if scale == 1.0 else grad.to(self.dtype), alpha=scale)
@@ -54,8 +52,9 @@ class LooseGradients(Gradients):
             self._hot[index] = held.sum()
         self.own[index] = LOCAL
 
-    def _land_apart(self, landing: Landing, index: int, grad: Tensor, scale: float) -> None:
-        grad, held = grad.to(self.dtype), self._held[index]
+    def _leave(self, index: int, grad: Tensor, scale: float) -> None:
+        """Put a gradient where the device does not read it."""
+        landing, grad, held = self.landing, grad.to(self.dtype), self._held[index]
         if held is not None:
             landing.add(held, grad, scale)
         else:
@@ -66,21 +65,14 @@ class LooseGradients(Gradients):
 
     def _hold(self, index: int, held: Tensor) -> None:
         self._held[index] = held
-        self._count(index, held.nbytes)
-
-    def _count(self, index: int, nbytes: int) -> None:
-        if index < self.spec.apart_gradients:
-            self._count_apart(nbytes)
-        else:
-            self._ledger.add("gradients", nbytes)
+        self.landing.count(self._ledger, held.nbytes)
 
     def view(self, index: int) -> Tensor:
         """See `Gradients`."""
         held = self._held[index]
         assert held is not None, "a gradient has a state but no tensor"
         self._hot[index] = None
-        if self.landing is not None:
-            self.landing.wait()
+        self.landing.wait()
         return held
 
     def part(self, index: int) -> Tensor:
@@ -111,8 +103,8 @@ class LooseGradients(Gradients):
     def set_reduced(self, index: int, value: Tensor) -> None:
         """See `Gradients`."""
         self.clear(index)
-        if self.landing is not None and index < self.spec.apart_gradients:
-            self._land_apart(self.landing, index, value, 1.0)
+        if not self.landing.is_direct:
+            self._leave(index, value, 1.0)
             self.own[index] = NONE
         else:
             self._hold(index, self._places.dense(index, value.to(self.dtype)))
@@ -123,11 +115,11 @@ class LooseGradients(Gradients):
         self.own[index], self.sums[index] = NONE, STALE
         self._hot.pop(index, None)
         held, self._held[index] = self._held[index], None
-        self._count(index, 0 if held is None else -held.nbytes)
+        self.landing.count(self._ledger, 0 if held is None else -held.nbytes)
         if not self.has_any:
             self.scope, self.is_suspect = Scope.ALL, False
 
     @property
     def nbytes(self) -> tuple[int, int]:
         """See `Gradients`."""
-        return sum(held.nbytes for held in self._held[self.spec.apart_gradients :] if held is not None), 0
+        return sum(held.nbytes for held in self._held if held is not None), 0

@@ -117,13 +117,13 @@ class Slot:
         self.name, self.unit, self.bucket, self.index, self.form = name, unit, bucket, index, form
         # For a released parameter, these would call Python code.
         self.shape, self.stride = parameter.shape, parameter.stride()
-        spec, is_apart = bucket.spec, index < bucket.spec.apart_gradients
-        self.is_whole = spec.holds_whole_gradients and spec.updates_all and not (form.has_axis or is_apart)
+        spec, is_here = bucket.spec, bucket.grads.landing.is_direct
+        self.is_whole = spec.holds_whole_gradients and spec.updates_all and is_here and not form.has_axis
         """Whether this rank holds and updates with the full reduced gradient."""
         start, stop = bucket.layout.overlap(index, *spec.shard)
         self.is_own = form.is_counted and stop > start
         """Whether norms count its elements on this rank."""
-        self.crosses = index < spec.apart and not is_apart and bucket.device.type != "cpu"
+        self.crosses = spec.moves_gradients and bucket.device.type != "cpu"
         """Whether its gradient is held in another memory than its states."""
         self.place = 0
         """Index among the parameters of the model."""

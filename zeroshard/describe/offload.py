@@ -5,14 +5,14 @@ Owns `Offload` and its checks. Imports no torch, because plans read the same arg
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import InitVar, dataclass, replace
 from os import PathLike, fspath
 from types import MappingProxyType
-from typing import Any, Final, Literal, TypeVar, final
+from typing import Any, Final, TypeVar, final
 
-from zeroshard.table.cells import Cell, Elsewhere, Residency
-from zeroshard.table.spec import BucketSpec, Range, UnitSpec, itemsize
+from zeroshard.table.cells import Cell, Elsewhere, Place, Residency
+from zeroshard.table.spec import BucketSpec, UnitSpec, itemsize
 
 __all__ = [
     "AUTO",
@@ -23,8 +23,10 @@ __all__ = [
     "choices_for",
     "least_of",
     "offload_of",
+    "reached",
     "row_with",
-    "with_apart",
+    "text_of",
+    "with_places",
     "written_bytes",
 ]
 
@@ -47,8 +49,8 @@ class Offload:
     """The state that is stored in host memory or in files instead of on the device, for `zs.shard(offload=)`.
 
     Args:
-        states: fraction of a rank's optimizer states and master weights, from 0 to 1. Only whole slices of parameters
-            move; `zero.summary()` shows the resulting fraction.
+        states: fraction of a rank's optimizer states and master weights, from 0 to 1. It rounds up to whole buckets,
+            spread evenly over the model; `zero.summary()` shows the resulting fraction.
         gradients: None offloads gradients with their states if a rank keeps only the gradients that it updates: at
             stages 2 and 3, and on one rank. 0 keeps gradients on the device until the update.
         parameters: fraction of a rank's shard of the parameters, from 0 to 1, at stage 3 (also with one rank).
@@ -216,8 +218,9 @@ def row_with(row: Residency, offload: Offload | None, *, is_alone: bool) -> Resi
     """
     if offload is None:
         return row
-    folder, staging_bytes = "" if offload.to == HOST else str(offload.to), offload.staging_bytes
-    memory: Literal["host", "file"] = "file" if folder else "host"
+    is_file = offload.to != HOST
+    place = Place("file" if is_file else HOST, str(offload.to) if is_file else "", offload.staging_bytes)
+    host = Place(HOST, "", offload.staging_bytes)
     if offload.parameters:
         if not row.cuts_parameters:
             raise ValueError(
@@ -225,36 +228,60 @@ def row_with(row: Residency, offload: Offload | None, *, is_alone: bool) -> Resi
                 "are used in place, so they must stay on the device. Write stage=3, also for one rank, to copy units "
                 "to the device before use and release them after it, or omit parameters=."
             )
-        place = (memory, folder) if offload.parameters_to is None else (HOST, "")
-        row = replace(row, parameters=Elsewhere(row.parameters, place[0], offload.parameters, place[1], staging_bytes))
+        where = place if offload.parameters_to is None else host
+        row = replace(row, parameters=Elsewhere(row.parameters, where, offload.parameters))
     if not offload.states:
         return row
-    states = Elsewhere(
-        row.states,
-        memory,
-        offload.states,
-        folder,
-        staging_bytes,
-    )
+    states = Elsewhere(row.states, place, offload.states)
     moves = offload.gradients is None and (is_alone or row.cuts_gradients)
     moves |= bool(offload.gradients)
-    gradients = Elsewhere(row.gradients, "host", offload.states) if moves else row.gradients
+    gradients = Elsewhere(row.gradients, host, offload.states) if moves else row.gradients
     return replace(row, states=states, gradients=gradients)
 
 
-def with_apart(units: Sequence[UnitSpec], row: Residency) -> tuple[UnitSpec, ...]:
-    """Record for each bucket the offloaded parameters and states; frozen parameters have no states."""
+def with_places(units: Sequence[UnitSpec], row: Residency) -> tuple[UnitSpec, ...]:
+    """Return units whose buckets have cells of their own: each bucket's column is in one memory, alike on all ranks."""
     buckets = [bucket for unit in units for bucket in unit.buckets]
-    states = _counts(row.states, [(one, one.states) for one in buckets if one.is_trained])
     # A cell of a unit has priority over the cell of the row.
-    parameters = _counts(row.parameters, [(one, one.shard) for one in buckets if one.row.parameters == row.parameters])
+    alike = [one for one in buckets if one.row.parameters == row.parameters]
+    parameters = _cells(row.parameters, alike, lambda one: one.formats.param)
+    states = _cells(row.states, [one for one in buckets if one.is_trained], lambda one: one.formats.state)
 
-    def with_apart(one: BucketSpec) -> BucketSpec:
+    def placed(one: BucketSpec) -> BucketSpec:
+        own = parameters.get(one.number, one.row.parameters)
         # Frozen parameters have only masters, which are stored with them.
-        moved = parameters.get(one.number, 0)
-        return replace(one, apart=states.get(one.number, moved), apart_parameters=moved)
+        kept = states.get(one.number) or one.row.states.at(own.place)
+        is_with_states = not kept.is_on_device and one.gradients == one.shard
+        gradients = one.row.gradients.at(one.row.gradients.place if is_with_states else Place())
+        return replace(one, row=replace(one.row, states=kept, gradients=gradients, parameters=own))
 
-    return tuple(replace(unit, buckets=tuple(map(with_apart, unit.buckets))) for unit in units)
+    return tuple(replace(unit, buckets=tuple(map(placed, unit.buckets))) for unit in units)
+
+
+@final
+@dataclass(frozen=True)
+class Reached:
+    """What offload moves of a column: more than its fraction asks for, because whole buckets move."""
+
+    fraction: float
+    place: Place
+
+
+def reached(units: Sequence[UnitSpec]) -> dict[str, Reached]:
+    """Return what is moved of "states" and "parameters", by number of elements, where anything is."""
+    found, buckets = dict[str, Reached](), [bucket for unit in units for bucket in unit.buckets]
+    for column, some in (("states", [one for one in buckets if one.is_trained]), ("parameters", buckets)):
+        numel, moved_numel = sum(one.layout.numel for one in some), 0
+        for one in some:
+            if not (cell := getattr(one.row, column)).is_on_device:
+                moved_numel += one.layout.numel
+                found[column] = Reached(moved_numel / max(1, numel), cell.place)
+    return found
+
+
+def text_of(found: Mapping[str, Reached]) -> str:
+    """Return what is moved in words, as "40.0% of states, 5.0% of parameters"."""
+    return ", ".join(f"{one.fraction:.1%} of {column}" for column, one in found.items())
 
 
 def check_in_files(name: str, *, is_elementwise: bool) -> None:
@@ -277,14 +304,10 @@ def check_in_files(name: str, *, is_elementwise: bool) -> None:
 
 def written_bytes(bucket: BucketSpec) -> int:
     """Return the bytes of each element that an update of states in files also writes: parameters beside masters."""
-    is_stored = bucket.apart_parameters > 0 and bucket.row.parameters.memory == "file"
-    return itemsize(bucket.formats.param) * (is_stored and not bucket.shares_apart)
+    return itemsize(bucket.formats.param) * (bucket.row.parameters.is_in_file and bucket.has_masters)
 
 
-def _counts(cell: Cell, kept: Sequence[tuple[BucketSpec, Range]]) -> dict[int, int]:
-    """Return the number of offloaded parameters of each bucket, by bucket number."""
-    numels = [
-        [b - a for a, b in (one.layout.overlap(index, *range_) for index in range(len(one.names)))]
-        for one, range_ in kept
-    ]
-    return {one.number: count for (one, _), count in zip(kept, cell.apart(numels), strict=True)}
+def _cells(cell: Cell, buckets: Sequence[BucketSpec], dtype_of: Callable[[BucketSpec], str]) -> dict[int, Cell]:
+    """Return the cell of each bucket by its number."""
+    cells = cell.of_buckets([one.layout.numel * itemsize(dtype_of(one)) for one in buckets])
+    return {one.number: own for one, own in zip(buckets, cells, strict=True)}

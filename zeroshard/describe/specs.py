@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 from torch import nn
 
-from zeroshard.describe.offload import with_apart
+from zeroshard.describe.offload import with_places
 from zeroshard.describe.precision import Precision, formats_of_model
 from zeroshard.describe.units import UnitPlan
 from zeroshard.table.cells import Residency
@@ -64,4 +64,4 @@ def describe_units(
         ]
         count += len(buckets)
         units.append(UnitSpec(number, plan.name, tuple(buckets)))
-    return with_apart(units, row)
+    return with_places(units, row)

@@ -138,7 +138,7 @@ class Options:
     @property
     def is_fused(self) -> bool:
         """Whether the optimizer updates in one kernel: by request, or because states are offloaded."""
-        return self.fused or (self.placed_row.states.memory != "device" and self.states.is_fused)
+        return self.fused or (not self.placed_row.states.is_on_device and self.states.is_fused)
 
     @property
     def states(self) -> States:
@@ -196,7 +196,7 @@ def check_options(options: Options) -> None:
             f"optimizer={options.optimizer!r} needs whole matrices, and tensor={options.tensor} splits them. Use an "
             "element-wise optimizer, such as adamw, with tensor parallelism, or tensor=1."
         )
-    if options.placed_row.states.memory == "file":
+    if options.placed_row.states.is_in_file:
         check_in_files(options.optimizer, is_elementwise=options.is_filed)
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final, final
 
-from zeroshard.describe.offload import with_apart
+from zeroshard.describe.offload import with_places
 from zeroshard.plan.shape.shapes import Parameters, Transformer
 from zeroshard.table.bytes import Owned, Updates
 from zeroshard.table.cells import Residency
@@ -150,7 +150,7 @@ def specs_of(
         names = tuple(f"{name}.{key}" if name else key for key, _ in parameters)
         bucket = BucketSpec(name or "the root", number, names, layout, formats, row.of_unit(name), rank, replicas)
         found.append(UnitSpec(number, name, (bucket,)))
-    return with_apart(found, row)
+    return with_places(found, row)
 
 
 def updates_of(units: Sequence[UnitSpec], states: States, owned: Sequence[Owned] = ()) -> Updates:

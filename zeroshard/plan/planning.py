@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from zeroshard.describe.asked import Asked, choose, resolve
 from zeroshard.describe.axes import check_count
-from zeroshard.describe.offload import Offload, OffloadLike
+from zeroshard.describe.offload import Offload, OffloadLike, reached, text_of
 from zeroshard.describe.parameters import ParametersLike
 from zeroshard.describe.rows import StageLike
 from zeroshard.describe.treatments import ActivationsLike
@@ -380,6 +380,7 @@ def _plan(
         activations,
         retries=_retries_of(first, film, reserved_bytes, options),
         owned_bytes=tuple(owned_bytes(job.updates, options.shard_ranks)),
+        moved=text_of(reached(job.units)),
     )
 
 

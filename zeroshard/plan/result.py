@@ -84,6 +84,7 @@ class Plan:
         changes: changes that lower memory, with their effects, fastest first.
         owned_bytes: by rank of a replica, bytes of states of matrices that the rank updates as a whole; part of its
             states.
+        moved: what offload moves, in whole buckets: "40.0% of states".
         retries: retries of the allocator, on a device with room for allocated but not for all reserved memory.
 
     ```python
@@ -115,6 +116,7 @@ class Plan:
     changes: Sequence[Change] = ()
     retries: Retries = NO_RETRIES
     owned_bytes: Sequence[int] = ()
+    moved: str = ""
 
     # -- memory -----------------------------------------------------------------------------------------------------
 
@@ -330,6 +332,7 @@ def _offloaded(plan: Plan) -> list[str]:
     busy = ", ".join(f"{what} {seconds(lanes[lane])}" for lane, what in LANES.items() if lanes.get(lane))
     return [
         f"offloaded           {places}, per rank; peak {plan.film.host_peak_bytes / GIB:.2f} on the host; {host}",
+        f"offloaded part      {plan.moved}, in whole buckets",
         f"offload lanes       {busy}",
     ]
 

@@ -269,7 +269,7 @@ def _row(plan: Plan) -> str:
     words = plan.options
     named = ("copies", "tensor", "micro-batch")
     moved = plan.asked.offload
-    row = str(words["row"]) if moved is None else f"stage {_stage_of(plan.asked)}, {_moved(moved)}"
+    row = str(words["row"]) if moved is None else f"stage {_stage_of(plan.asked)}, {_moved(moved)} ({plan.moved})"
     return ", ".join([row, f"activations {words['activations']}", *(f"{n} {words[n]}" for n in named)])
 
 

@@ -15,14 +15,15 @@ from torch import nn
 
 from zeroshard import devices
 from zeroshard.describe.asked import Resolved, choose
-from zeroshard.describe.offload import Offload, row_with
+from zeroshard.describe.offload import Offload, reached, row_with, text_of
 from zeroshard.describe.precision import Precision
 from zeroshard.describe.specs import describe_units
 from zeroshard.describe.units import UnitPlan
 from zeroshard.optim.updates import updates_of_optimizers
-from zeroshard.table.bytes import predict
+from zeroshard.table.bytes import on_device, predict
 from zeroshard.table.cells import Residency
 from zeroshard.table.settings import Settings
+from zeroshard.table.spec import UnitSpec
 from zeroshard.table.wires import Messages, Silence
 from zeroshard.wire.comm import gather_across_ranks
 from zeroshard.wire.mesh import Mesh
@@ -31,7 +32,6 @@ __all__ = ["KeptBytes", "choose_least", "free_bytes"]
 
 STATES_PART: Final = 0.5
 """The fraction of the device for model states and buffers; the rest is for activations."""
-ELSEWHERE: Final = ("host", "file")
 MB: Final = 1e6
 ONE_MEMORY: Final = "offload='auto': nothing is offloaded, since device and host share one memory"
 
@@ -56,15 +56,19 @@ class KeptBytes:
         """Whether this rank has no other rank to share states with."""
         return self.mesh.shard_size * self.mesh.replicas == 1
 
-    def __call__(self, row: Residency, offload: Offload | None) -> int:
-        """Return the bytes with a row and an offload."""
+    def units(self, row: Residency, offload: Offload | None) -> Sequence[UnitSpec]:
+        """Return the units with a row and an offload."""
         mesh, moved = self.mesh, row_with(row, offload, is_alone=self.is_alone)
         sizes = {"shard_size": mesh.shard_size, "replicas": mesh.replicas}
-        units = describe_units(self.plans, moved, self.precision, numel_of=self.numel_of, **sizes)
+        return describe_units(self.plans, moved, self.precision, numel_of=self.numel_of, **sizes)
+
+    def __call__(self, row: Residency, offload: Offload | None) -> int:
+        """Return the bytes with a row and an offload."""
+        units, mesh = self.units(row, offload), self.mesh
         names = {id(p): name for plan in self.plans for name, p in plan.parameters}
         updates = updates_of_optimizers(self.optimizers, units, names, mesh.shard_size)
         wire = Silence() if self.is_alone else Messages()
-        return sum(nbytes for name, nbytes in predict(units, updates, wire).items() if name not in ELSEWHERE)
+        return on_device(predict(units, updates, wire))
 
 
 def choose_least(resolved: Resolved, kept: KeptBytes, room_bytes: int | None) -> tuple[Residency, Offload | None, str]:
@@ -97,7 +101,8 @@ def choose_least(resolved: Resolved, kept: KeptBytes, room_bytes: int | None) ->
         return row, None, f"offload='auto': nothing is offloaded: {all_bytes / MB:,.1f} MB fit {room}"
     moved = f"states={chosen.states:g}" + f", parameters={chosen.parameters:g}" * bool(chosen.parameters)
     left = f"{kept_bytes / MB:,.1f} of {all_bytes / MB:,.1f} MB on the device, where model states may use {room}"
-    return row, chosen, f"offload='auto': zs.Offload({moved}) leaves {left}"
+    reaches = text_of(reached(kept.units(row, chosen)))
+    return row, chosen, f"offload='auto': zs.Offload({moved}), which moves {reaches}, leaves {left}"
 
 
 def free_bytes(mesh: Mesh, settings: Settings, model: nn.Module) -> int | None:

@@ -35,7 +35,7 @@ from zeroshard.optim.whole import whole_of
 from zeroshard.setup.automatic import KeptBytes, choose_least
 from zeroshard.setup.duplicate import owner_of
 from zeroshard.setup.graphs import refuse_graphs
-from zeroshard.table.cells import Residency
+from zeroshard.table.cells import Residency, check_memories
 from zeroshard.table.settings import Settings
 from zeroshard.table.spec import UnitSpec
 from zeroshard.table.stages import name_of_row
@@ -44,7 +44,6 @@ from zeroshard.update.admission import admit, admit_whole, refuse
 from zeroshard.values.materialize import InitFn, Weights, check_source
 from zeroshard.wire.comm import Tag
 from zeroshard.wire.mesh import Mesh, backend_of
-from zeroshard.wire.transports import MEMORIES
 
 __all__ = ["Described", "Request", "check_bucket_count", "check_optimizers", "describe", "place_of"]
 
@@ -165,7 +164,7 @@ def describe(request: Request, joined: Mesh, forms_of: FormsOf) -> Described:
     row, offload, chosen = choose_least(resolved, kept, request.room_bytes)
     check_patterns(row, [plan.name for plan in plans])
     row = row_with(row, offload, is_alone=kept.is_alone)
-    _check_memories(row)
+    check_memories(row)
     check_optimizers(model, optimizers, row, settings.elementwise, is_final=is_final, ignored=ignored)
     check_activations(row.activations, plans, len(mesh.tensor_ranks))
     units = describe_units(
@@ -182,16 +181,6 @@ def describe(request: Request, joined: Mesh, forms_of: FormsOf) -> Described:
     return Described(
         model, optimizers, row, precision, mesh, reduction, plans, units, forms, source, settings, chosen, own, ignored
     )
-
-
-def _check_memories(row: Residency) -> None:
-    everywhere = ("device", *MEMORIES)
-    for column, known in (("states", everywhere), ("gradients", ("device", "host")), ("parameters", everywhere)):
-        if (cell := getattr(row, column)).memory not in known:
-            raise ValueError(
-                f"Residency({column}={cell}) requests memory '{cell.memory}', which does not support {column}; "
-                f"supported: {', '.join(known)}."
-            )
 
 
 def _check_reduction(reduction: object) -> None:

@@ -21,7 +21,7 @@ from zeroshard.core.unit import Unit
 from zeroshard.describe.units import UnitPlan
 from zeroshard.setup.request import Described
 from zeroshard.store.ahead import Waitable
-from zeroshard.store.apart import Apart
+from zeroshard.store.stores import Stores
 from zeroshard.table.schedule import ROOT
 from zeroshard.table.trace import Ledger, Trace
 from zeroshard.torch_private import NoFunctionTransforms, accept_in_foreach
@@ -46,14 +46,12 @@ def build(
     comm: Comm,
     ledger: Ledger,
     treatment: Treatment | None,
-    apart: Apart | None = None,
-    home: Apart | None = None,
+    stores: Stores,
 ) -> Engine:
     """Take over a model unit by unit, and return its engine, without hooks.
 
     Args:
-        apart: the memory of offloaded states.
-        home: the memory of offloaded parameters.
+        stores: the memories of the model's state.
 
     Collective: broadcast of parameters and buffers from rank 0; every rank must call.
     """
@@ -63,7 +61,7 @@ def build(
     model, made = described.model, dict[int, Unit]()
     unset = [(name, p) for name, p in model.named_parameters() if id(p) in described.ignored and p.is_meta]
     for number in materialize(model, described.plans, described.mesh, described.source, described.ignored):
-        made[number] = _make_unit(number, described, comm, ledger, apart, home)
+        made[number] = _make_unit(number, described, comm, ledger, stores)
         # Each unit is taken over and released before the next: at most one unit exists twice, and of a model on another
         # device, at most one unit besides the shards is on the rank's device.
         _take_over(made[number], described.plans[number], described.forms, comm)
@@ -74,7 +72,7 @@ def build(
             tensor.data = tensor.data.to(described.mesh.device)
         comm.broadcast(tensor.data, f"buffer '{name}'", "start")
     engine = Engine(described.mesh, comm, [made[number] for number in range(len(made))], ledger, treatment)
-    if home is not None:
+    if (home := stores.home) is not None:
         engine.order.launch = home.ahead.launch
         home.ahead.around = partial(_launch, comm, engine.order.history.trace)
     engine.guard.skips = described.settings.non_finite == "skip"
@@ -94,16 +92,13 @@ def _launch(comm: Comm, trace: Trace, name: str, begin: Callable[[], Waitable]) 
     return begun
 
 
-def _make_unit(
-    number: int, described: Described, comm: Comm, ledger: Ledger, apart: Apart | None, home: Apart | None
-) -> Unit:
+def _make_unit(number: int, described: Described, comm: Comm, ledger: Ledger, stores: Stores) -> Unit:
     """Create a unit from its description, with empty buckets."""
     plan, spec = described.plans[number], described.units[number]
     parameters = {name: described.forms[id(p)].part(p.detach()) for name, p in plan.parameters}
     device = described.mesh.device
     buckets = [
-        Bucket(one, [parameters[name] for name in one.names], comm.pool, ledger, device, apart, home)
-        for one in spec.buckets
+        Bucket(one, [parameters[name] for name in one.names], comm.pool, ledger, device, stores) for one in spec.buckets
     ]
     for bucket in buckets:
         if bucket.flat is not None:

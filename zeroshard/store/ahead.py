@@ -1,7 +1,7 @@
 """Copies of parameters to the device ahead of use, by a thread.
 
 Owns the thread, and the order of the gathers that read the copied values. It must not know which values are copied
-(`apart.py`).
+(`stores.py`).
 
 Note: who launches what
     The program hands a copy to the thread and continues to launch kernels. The thread fills staging buffers, waits for

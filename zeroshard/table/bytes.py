@@ -7,18 +7,33 @@ Source: Rajbhandari et al. 2020, sections 5 and 7.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import final
+from typing import Final, final
 
 from zeroshard.table import schedule
+from zeroshard.table.cells import DEVICE, Cell
 from zeroshard.table.owners import plan_rounds
 from zeroshard.table.pool import Buffer, Buffers
 from zeroshard.table.spec import BucketSpec, UnitSpec, itemsize
 from zeroshard.table.wires import Wire
 
-__all__ = ["Owned", "Updates", "apart_bytes", "kept_bytes", "predict", "step_bytes"]
+__all__ = [
+    "Owned",
+    "Updates",
+    "add_bytes",
+    "columns_of",
+    "kept_bytes",
+    "on_device",
+    "predict",
+    "step_bytes",
+]
+
+COLUMNS: Final = ("parameters", "gradients", "states", "padding", "transient")
+"""Bytes of the device."""
+MEMORIES: Final = ("file", "host")
+"""Bytes elsewhere."""
 
 
 @final
@@ -42,11 +57,6 @@ class Owned:
     def is_kept(self) -> bool:
         """Whether this rank has the states of the parameter."""
         return self.bucket.updates_all or self.owner == self.bucket.rank
-
-    @property
-    def is_apart(self) -> bool:
-        """Whether its states are in another memory than the device's between updates."""
-        return self.index < self.bucket.apart
 
     @property
     def sent_bytes(self) -> int:
@@ -97,7 +107,7 @@ class Updates:
 
         Args:
             only_wide: count only masters that are updated in another dtype than they are stored in.
-            is_apart: count the elements that are updated in the other memory instead.
+            is_apart: count the elements that are updated in other memories instead.
         """
         wanted = ((b.formats, n) for b, n in self._slices(is_apart=is_apart, has_whole=only_wide))
         return sum(n * itemsize(f.state) for f, n in wanted if not only_wide or f.state != f.master)
@@ -106,42 +116,45 @@ class Updates:
         """Return the bytes of all states, without counters, that this rank updates on its device or in other memory."""
         numels = [numel for _, numel in self._slices(is_apart=is_apart)]
         packed = sum(n * self.element_bytes - -n // self.block_numel * self.block_bytes for n in numels)
-        whole = sum(one.state_bytes for one in self.whole if one.is_kept and one.is_apart is is_apart)
-        return self.per_element * self.numel_bytes(is_apart=is_apart) + packed + whole
+        kept = (one for one in self.whole if one.is_kept and one.bucket.row.states.is_on_device is not is_apart)
+        return self.per_element * self.numel_bytes(is_apart=is_apart) + packed + sum(one.state_bytes for one in kept)
 
     def _slices(self, *, is_apart: bool, has_whole: bool = False) -> Iterator[tuple[BucketSpec, int]]:
         """Yield the bucket of each parameter, and the number of elements of this rank's slice."""
         for bucket, index in [*self.parameters, *((o.bucket, o.index) for o in self.whole if has_whole)]:
-            if (index < bucket.apart) is not is_apart:
-                continue
-            start, stop = bucket.layout.overlap(index, *bucket.states)
-            yield bucket, stop - start
+            if bucket.row.states.is_on_device is not is_apart:
+                start, stop = bucket.layout.overlap(index, *bucket.states)
+                yield bucket, stop - start
 
 
-def kept_bytes(buckets: Sequence[BucketSpec]) -> tuple[int, int, int]:
-    """Return the bytes on the device between steps: (parameters, separate masters, padding of both)."""
-    parameters, padding = _owned_bytes((b, b.here, b.formats.param) for b in buckets)
-    here = ((b, (b.apart_states[1], b.states[1]), b.formats.master) for b in buckets if b.has_masters)
-    masters, spare = _owned_bytes(here)
-    return parameters, masters, padding + spare
-
-
-def apart_bytes(bucket: BucketSpec) -> Counter[str]:
-    """Return the bytes of parameters and master values in other memories, by memory, padding included."""
-    found, (start, stop) = Counter[str](), bucket.apart_shard
-    found[bucket.row.parameters.memory] += (stop - start) * itemsize(bucket.formats.param)
-    start, stop = bucket.apart_states
-    found[bucket.master_memory] += (stop - start) * itemsize(bucket.formats.master) * (not bucket.shares_apart)
+def kept_bytes(buckets: Iterable[BucketSpec]) -> Counter[str]:
+    """Return the bytes of parameters and separate masters between steps, by column of `predict`."""
+    found = Counter[str]()
+    for one in buckets:
+        add_bytes(found, "parameters", one.row.parameters, one.bytes_of(one.parameters, one.formats.param))
+        if one.has_masters:
+            add_bytes(found, "states", one.row.states, one.bytes_of(one.states, one.formats.master))
     return found
 
 
-def _owned_bytes(parts: Iterable[tuple[BucketSpec, tuple[int, int], str]]) -> tuple[int, int]:
-    """Return the bytes of ranges of buckets in given dtypes, as (parameters, padding)."""
-    owned = padding = 0
-    for bucket, held, dtype in parts:
-        more, rest = bucket.bytes_of(held, dtype)
-        owned, padding = owned + more, padding + rest
-    return owned, padding
+def add_bytes(found: Counter[str], column: str, cell: Cell, nbytes: tuple[int, int]) -> None:
+    """Add (bytes of elements, bytes of padding) of a cell to its column and to "padding", or to its memory."""
+    if cell.is_on_device:
+        found[column] += nbytes[0]
+        found["padding"] += nbytes[1]
+    else:
+        found[cell.memory] += sum(nbytes)
+
+
+def on_device(found: Mapping[str, int]) -> int:
+    """Return the bytes of the columns of `predict` that are on the device."""
+    return sum(nbytes for column, nbytes in found.items() if column not in MEMORIES)
+
+
+def columns_of(found: Counter[str], buckets: Iterable[BucketSpec]) -> dict[str, int]:
+    """Return the bytes of the device by column, and those of each other memory that holds a column of a bucket."""
+    far = {cell.memory for bucket in buckets for cell in bucket.row.state} | {one for one in MEMORIES if found[one]}
+    return {column: found[column] for column in (*COLUMNS, *sorted(far - {DEVICE}))}
 
 
 def predict(units: Sequence[UnitSpec], updates: Sequence[Updates], wire: Wire) -> dict[str, int]:
@@ -150,33 +163,23 @@ def predict(units: Sequence[UnitSpec], updates: Sequence[Updates], wire: Wire) -
     All columns are bytes of the device, except "host" and "file" with offload.
     """
     buckets = [bucket for unit in units for bucket in unit.buckets]
-    parameters, masters, padding = kept_bytes(buckets)
-    gradients, more = (sum(b.gradient_bytes[part] for b in buckets if b.is_reduced) for part in (0, 1))
-    states = counters = wide_bytes = 0
-    rows = {cell.memory for b in buckets for cell in b.row.state} - {"device"}
-    apart, exchanged = Counter[str](), list[list[Owned]]()
+    found, exchanged = kept_bytes(buckets), list[list[Owned]]()
     for bucket in buckets:
-        apart += apart_bytes(bucket)
-        apart[bucket.row.gradients.memory] += bucket.apart_gradient_bytes * bucket.is_reduced
+        if bucket.is_reduced:
+            add_bytes(found, "gradients", bucket.row.gradients, bucket.held_gradient_bytes)
+    wide_bytes = max((one.numel_bytes(only_wide=True) for one in updates), default=0)
     for one in updates:
-        wide_bytes = max(wide_bytes, one.numel_bytes(only_wide=True))
-        sliced, whole = one.trained.parameters, one.trained.whole
-        states += one.trained.state_bytes()
+        sliced, whole = one.trained.parameters, [owned for owned in one.trained.whole if owned.is_kept]
         for bucket, index in sliced:
             only = replace(one, parameters=[(bucket, index)], whole=())
-            apart[bucket.row.states.memory] += only.state_bytes(is_apart=True)
-        for owned in (o for o in whole if o.is_kept and o.is_apart):
-            apart[owned.bucket.row.states.memory] += owned.state_bytes
-        counters += one.counter_bytes * len(sliced) + sum(o.counter_bytes for o in whole if o.is_kept)
-        exchanged.append([o for o in whole if not o.bucket.updates_all])
-    return {
-        "parameters": parameters,
-        "gradients": gradients,
-        "states": states + masters,
-        "padding": padding + more + counters,
-        "transient": _transient_bytes(units, wire, wide_bytes, exchanged),
-        **{memory: apart[memory] for memory in sorted(rows)},
-    }
+            nbytes = only.state_bytes(is_apart=not bucket.row.states.is_on_device)
+            add_bytes(found, "states", bucket.row.states, (nbytes, 0))
+        for owned in whole:
+            add_bytes(found, "states", owned.bucket.row.states, (owned.state_bytes, 0))
+        found["padding"] += one.counter_bytes * len(sliced) + sum(owned.counter_bytes for owned in whole)
+        exchanged.append([owned for owned in one.trained.whole if not owned.bucket.updates_all])
+    found["transient"] = _transient_bytes(units, wire, wide_bytes, exchanged)
+    return columns_of(found, buckets)
 
 
 def step_bytes(units: Sequence[UnitSpec], updates: Sequence[Updates] = ()) -> int:

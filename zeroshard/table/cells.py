@@ -6,49 +6,86 @@ the class of a cell. A new kind of storage is a new class here.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
-from typing import Literal, final
+from fractions import Fraction
+from typing import Final, Literal, final
 
 from zeroshard.table.activations import Activations, fits
 from zeroshard.table.layout import Layout, plan_layout
 
-__all__ = ["Cell", "Elsewhere", "Replicated", "Residency", "Sharded"]
+__all__ = ["Cell", "DEVICE", "Elsewhere", "Place", "Replicated", "Residency", "Sharded", "check_memories"]
+
+
+DEVICE: Final = "device"
+
+
+@final
+@dataclass(frozen=True)
+class Place:
+    """A memory, and what is chosen of it.
+
+    Args:
+        memory: "device", "host" or "file".
+        folder: the folder of files; "" for other memories.
+        staging_bytes: bytes of the staging buffer through which elements pass in pieces; 0 on the device.
+    """
+
+    memory: str = DEVICE
+    folder: str = ""
+    staging_bytes: int = 0
 
 
 class Cell(ABC):
     """One cell of the table."""
 
     word: str
-    memory: Literal["device", "host", "file"] = "device"
-    """The memory of the kept elements between uses."""
-    fraction: float = 1.0
-    folder: str = ""
-    staging_bytes: int = 0
-    """The fraction in another memory, the folder of files and the size of the staging buffer: see `Elsewhere`."""
-    moment: Literal["always", "used"] = "always"
-    """When the kept elements must be on the device: always, or while in use."""
-    until: Literal["use", "backward"] = "use"
-    """How long gathered parameters stay full: during use, or from a forward to the end of its backward."""
 
     @abstractmethod
     def kept_range(self, layout: Layout, rank: int) -> tuple[int, int]:
         """Return the elements of a bucket that `rank` keeps between steps, as (start, stop)."""
 
-    def apart(self, buckets: Iterable[Sequence[int]]) -> list[int]:
-        """Return for each bucket the number of leading parameters that are kept in another memory.
+    @property
+    def place(self) -> Place:
+        """Where the kept elements are between uses; on the device they always are."""
+        return Place()
 
-        Args:
-            buckets: for each bucket of the model, in order of use, the number of elements of each parameter on this
-                rank.
-        """
-        return [0 for _ in buckets]
+    @property
+    def memory(self) -> str:
+        """The memory of the kept elements between uses."""
+        return self.place.memory
+
+    @property
+    def is_on_device(self) -> bool:
+        """Whether the kept elements are always on the device."""
+        return self.memory == DEVICE
+
+    @property
+    def is_in_file(self) -> bool:
+        """Whether the kept elements are in a file between uses."""
+        return self.memory == "file"
+
+    @property
+    def is_held(self) -> bool:
+        """Whether gathered parameters stay full from a forward to the end of its backward, not only during use."""
+        return False
 
     @property
     def plain(self) -> "Cell":
         """A cell that keeps the same elements on the device."""
         return self
+
+    def at(self, place: Place) -> "Cell":
+        """Return a cell that keeps the same elements in another memory, or on the device."""
+        return self.plain if place.memory == DEVICE else Elsewhere(self.plain, place)
+
+    def of_buckets(self, sizes: Sequence[int]) -> list["Cell"]:
+        """Return the cell of each bucket of a model.
+
+        Args:
+            sizes: bytes of the column in each bucket, in the order of units, equal on all ranks.
+        """
+        return [self] * len(sizes)
 
     def __str__(self) -> str:
         return self.word
@@ -105,6 +142,11 @@ class Sharded(Cell):
         return layout.shard_range(rank)
 
     @property
+    def is_held(self) -> bool:
+        """See `Cell`."""
+        return self.until == "backward"
+
+    @property
     def plain(self) -> Cell:
         """See `Cell`."""
         return Sharded()
@@ -120,39 +162,39 @@ class Elsewhere(Cell):
 
     Args:
         inner: the cell that says which elements are kept.
-        memory: their memory between uses.
-        fraction: fraction of a rank's elements in that memory, rounded to whole slices of parameters.
-        folder: the folder of files; "" for other memories.
-        staging_bytes: bytes of the staging buffer through which the elements pass in pieces.
+        where: their memory between uses.
+        fraction: fraction of the bytes in that memory, rounded up to whole buckets.
     """
 
     inner: Cell
-    memory: Literal["device", "host", "file"] = "host"
+    where: Place
     fraction: float = 1.0
-    folder: str = ""
-    staging_bytes: int = 16 << 20
-    moment = "used"
 
     def kept_range(self, layout: Layout, rank: int) -> tuple[int, int]:
         """Return the elements of the inner cell."""
         return self.inner.kept_range(layout, rank)
 
-    def apart(self, buckets: Iterable[Sequence[int]]) -> list[int]:
-        """See `Cell`. The rounding error carries over to the next bucket."""
-        counts, total, moved = [], 0, 0
-        for numels in buckets:
-            total += sum(numels)
-            sums = list(accumulate(numels, initial=moved))
-            # The last of equal values: slices without elements belong to the slices before them.
-            errors = [(abs(one - self.fraction * total), -place) for place, one in enumerate(sums)]
-            counts.append(-min(errors)[1] if self.fraction else 0)
-            moved = sums[counts[-1]]
-        return counts
+    def of_buckets(self, sizes: Sequence[int]) -> list[Cell]:
+        """See `Cell`. Whole buckets move, evenly spread, until the fraction is reached.
+
+        The order does not depend on the fraction, so a larger fraction moves what a smaller one moves, and more.
+        """
+        cells, moved, wanted = [self.inner] * len(sizes), 0, Fraction(str(self.fraction)) * sum(sizes)
+        # Reversed bits: of eight buckets, half are every second one.
+        for place in sorted(range(len(sizes)), key=lambda place: f"{place:b}"[::-1]):
+            if moved < wanted:
+                cells[place], moved = replace(self, fraction=1.0), moved + sizes[place]
+        return cells
 
     @property
-    def until(self) -> Literal["use", "backward"]:  # type: ignore[override]
+    def place(self) -> Place:
         """See `Cell`."""
-        return self.inner.until
+        return self.where
+
+    @property
+    def is_held(self) -> bool:
+        """See `Cell`."""
+        return self.inner.is_held
 
     @property
     def plain(self) -> Cell:
@@ -161,8 +203,8 @@ class Elsewhere(Cell):
 
     def __str__(self) -> str:
         # Without the folder, which may differ between ranks.
-        place = {"host": "on the host", "file": "in files"}[self.memory]
-        return f"{self.inner}, {f'{self.fraction:.0%} ' * (self.fraction < 1)}{place}"
+        words = {"host": "on the host", "file": "in files"}[self.memory]
+        return f"{self.inner}, {f'{self.fraction:.0%} ' * (self.fraction < 1)}{words}"
 
 
 @dataclass(frozen=True)
@@ -238,6 +280,21 @@ class Residency:
         """Return the elements that a rank keeps of a bucket of two elements on two ranks, by column."""
         probe = plan_layout([2], 64, 2)
         return [cell.kept_range(probe, rank) for cell in self.state]
+
+
+def check_memories(row: Residency) -> None:
+    """Raise where a row requests a memory that does not exist, or does not support a column.
+
+    Raises:
+        ValueError: the cell, and what is supported.
+    """
+    everywhere = (DEVICE, "host", "file")
+    for column, known in (("states", everywhere), ("gradients", everywhere[:2]), ("parameters", everywhere)):
+        if (cell := getattr(row, column)).memory not in known:
+            raise ValueError(
+                f"Residency({column}={cell}) requests memory '{cell.memory}', which does not support {column}; "
+                f"supported: {', '.join(known)}."
+            )
 
 
 def _covers(outer: tuple[int, int], inner: tuple[int, int]) -> bool:

@@ -74,12 +74,11 @@ class BucketSpec:
         name: the unit's name, for errors.
         number: number of the bucket in the model; a part of the tag of every message.
         names: names of the parameters, in registration order.
+        row: the cells of this bucket; the memory of states is also that of master weights.
         rank: index of this rank among the ranks over which the bucket is sharded.
         replicas: number of replicas of the sharded state.
         is_trained: whether any of its parameters requires gradients.
         is_updated: whether an optimizer updates it.
-        apart: number of leading parameters whose states are in another memory (`Cell.apart`).
-        apart_parameters: number of leading parameters whose values this rank keeps in another memory between uses.
     """
 
     name: str
@@ -92,8 +91,6 @@ class BucketSpec:
     replicas: int
     is_trained: bool = True
     is_updated: bool = True
-    apart: int = 0
-    apart_parameters: int = 0
 
     @cached_property
     def full(self) -> Range:
@@ -121,29 +118,24 @@ class BucketSpec:
         return self.row.states.kept_range(self.layout, self.rank)
 
     @cached_property
-    def apart_states(self) -> Range:
-        """The leading elements of `states` that this rank updates in the other memory; the rest is on the device."""
-        return self._first(self.apart, self.states)
-
-    @cached_property
-    def apart_shard(self) -> Range:
-        """The leading elements of its shard that this rank keeps in the other memory; the rest is on the device."""
-        return self._first(self.apart_parameters, self.shard)
-
-    @cached_property
     def here(self) -> Range:
         """The parameters that this rank keeps on its device between passes."""
-        return (self.apart_shard[1], self.shard[1]) if self.apart_parameters else self.parameters
-
-    @cached_property
-    def apart_gradients(self) -> int:
-        """Number of leading parameters whose gradients this rank holds in the other memory, with their states."""
-        return self.apart if self.row.gradients.memory != "device" and self.gradients == self.shard else 0
+        return self.parameters if self.row.parameters.is_on_device else (self.shard[1], self.shard[1])
 
     @cached_property
     def is_whole(self) -> bool:
         """Whether parameters stay full on the device, so that their use needs no gather and no copy."""
-        return self.parameters == self.full and not self.apart_parameters
+        return self.parameters == self.full and self.row.parameters.is_on_device
+
+    @cached_property
+    def moves_gradients(self) -> bool:
+        """Whether gradients are on the device between steps, and states are not: the update needs copies of them."""
+        return not self.row.states.is_on_device and self.row.gradients.is_on_device
+
+    @cached_property
+    def can_update_late(self) -> bool:
+        """Whether the host can update after the step: with all it needs, and before a gather, which can wait."""
+        return self.row.states.memory == self.row.gradients.memory == "host" and self.is_gathered
 
     @cached_property
     def holds_whole_gradients(self) -> bool:
@@ -157,21 +149,8 @@ class BucketSpec:
 
     @cached_property
     def has_masters(self) -> bool:
-        """Whether the device holds separate masters: of another dtype, or of parameters in other memory."""
-        reaches_further = self.apart_parameters > 0 and self.apart_shard[1] > self.apart_states[1]
-        return self.formats.master != self.formats.param or reaches_further
-
-    @cached_property
-    def shares_apart(self) -> bool:
-        """Whether masters in other memory are the parameters themselves; masters of frozen parameters always are."""
-        is_reached = self.apart_parameters > 0 and self.apart_shard[1] >= self.apart_states[1]
-        is_alike = self.formats.master == self.formats.param and self.master_memory == self.row.parameters.memory
-        return is_reached and is_alike
-
-    @cached_property
-    def master_memory(self) -> str:
-        """The memory of offloaded masters."""
-        return (self.row.states if self.is_trained else self.row.parameters).memory
+        """Whether there are separate masters: of another dtype than the parameters, or in another memory."""
+        return self.formats.master != self.formats.param or self.row.states.memory != self.row.parameters.memory
 
     @cached_property
     def lands_on_sums(self) -> bool:
@@ -179,20 +158,10 @@ class BucketSpec:
         return self.layout.world_size == self.replicas == 1
 
     @cached_property
-    def gradient_bytes(self) -> tuple[int, int]:
-        """Bytes of the gradients that this rank holds on its device, as (parameters, padding)."""
-        start = self.apart_states[1] if self.apart_gradients else self.gradients[0]
-        owned, padding = self.bytes_of((start, self.gradients[1]), self.formats.grad)
+    def held_gradient_bytes(self) -> tuple[int, int]:
+        """Bytes of the gradients that this rank holds, as (parameters, padding)."""
+        owned, padding = self.bytes_of(self.gradients, self.formats.grad)
         return owned, 0 if self.lands_on_sums else padding
-
-    @cached_property
-    def apart_gradient_bytes(self) -> int:
-        """Bytes of the gradients that this rank holds in the other memory."""
-        return (
-            sum(self.bytes_of(self.apart_states, self.formats.grad)[: 2 - self.lands_on_sums])
-            if self.apart_gradients
-            else 0
-        )
 
     @cached_property
     def is_gathered(self) -> bool:
@@ -215,11 +184,6 @@ class BucketSpec:
         is_one = len(self.names) == 1 and self.layout.numel == self.layout.full_numel
         return is_one and not self.holds_whole_gradients and self.formats.param == self.formats.grad
 
-    def _first(self, count: int, kept: Range) -> Range:
-        """Return the elements of the first `count` parameters in a range; for all parameters, with trailing padding."""
-        ends = (kept[0], *self.layout.offsets[1:], kept[1])
-        return kept[0], min(max(kept[0], ends[count]), kept[1])
-
     def bytes_of(self, held: Range, dtype: str) -> tuple[int, int]:
         """Return the bytes of a range of the bucket as (parameters, padding)."""
         owned = self.layout.owned_numel(*held)
@@ -235,6 +199,53 @@ class BucketSpec:
             count, dtype = message_of(self.formats.reduce, numel)
             nbytes = count * itemsize(dtype) + self.updates_all * numel * itemsize(self.formats.grad)
         return nbytes * (self.layout.world_size - 1)
+
+    # What `plan/step` reads of a bucket, as counts and ranges of what is in another memory: all or nothing.
+
+    @cached_property
+    def apart(self) -> int:
+        """Number of parameters whose states are in another memory."""
+        return len(self.names) * (not self.row.states.is_on_device)
+
+    @cached_property
+    def apart_parameters(self) -> int:
+        """Number of parameters whose values are in another memory."""
+        return len(self.names) * (not self.row.parameters.is_on_device)
+
+    @cached_property
+    def apart_gradients(self) -> int:
+        """Number of parameters whose gradients are in another memory."""
+        return len(self.names) * (not self.row.gradients.is_on_device)
+
+    @cached_property
+    def apart_states(self) -> Range:
+        """The elements that this rank updates in another memory."""
+        return self.states if self.apart else (self.states[0], self.states[0])
+
+    @cached_property
+    def apart_shard(self) -> Range:
+        """The elements of its shard that this rank keeps in another memory."""
+        return self.shard if self.apart_parameters else (self.shard[0], self.shard[0])
+
+    @cached_property
+    def gradient_bytes(self) -> tuple[int, int]:
+        """Bytes of the gradients that this rank holds on its device, as (parameters, padding)."""
+        return (0, 0) if self.apart_gradients else self.held_gradient_bytes
+
+    @cached_property
+    def apart_gradient_bytes(self) -> int:
+        """Bytes of the gradients that this rank holds in another memory."""
+        return sum(self.held_gradient_bytes) if self.apart_gradients else 0
+
+    @cached_property
+    def shares_apart(self) -> bool:
+        """Whether masters in another memory are the parameters themselves."""
+        return self.apart_parameters > 0 and not self.has_masters
+
+    @cached_property
+    def master_memory(self) -> str:
+        """The memory of masters and states."""
+        return self.row.states.memory
 
 
 @final
@@ -259,7 +270,7 @@ class UnitSpec:
     @cached_property
     def is_held(self) -> bool:
         """Whether the unit stays gathered from a forward to the end of its backward."""
-        return any(bucket.is_gathered and bucket.row.parameters.until == "backward" for bucket in self.buckets)
+        return any(bucket.is_gathered and bucket.row.parameters.is_held for bucket in self.buckets)
 
     @cached_property
     def full_bytes(self) -> int:

@@ -172,7 +172,7 @@ class UnitPiece(Piece):
             one.end()
             one.entry.grad = None
         for bucket in self.buckets.values():
-            bucket.follow_apart(is_on_device=False)
+            bucket.follow_late(is_on_device=False)
 
 
 @final
@@ -240,7 +240,7 @@ class Run:
             for bucket in piece.buckets.values():
                 if bucket.updating is not None:
                     bucket.updating = None
-                    bucket.follow_apart(is_on_device=True)
+                    bucket.follow_late(is_on_device=True)
 
     def show(self) -> None:
         """Put states and slices back."""

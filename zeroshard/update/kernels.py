@@ -30,10 +30,9 @@ def choose_kernels(guard: Guard, optimizer: torch.optim.Optimizer, undo: Undo) -
     A loaded state dict has the choice of the run that saved it, so the choice is repeated after loading.
     """
     masters = [master for group in optimizer.param_groups for master in group["params"]]
-    # From the row, not from this rank's slices: all ranks must make the same choice. On a CPU, offload leaves the
-    # kernels, and so the bits, as they are without it.
+    # All ranks make the same choice. On a CPU, offload leaves the kernels, and so the bits, as they are without it.
     buckets = {slot_of(master).bucket for master in masters}
-    is_apart = any(one.spec.master_memory != "device" and one.device.type != "cpu" for one in buckets)
+    is_apart = any(not one.spec.row.states.is_on_device and one.device.type != "cpu" for one in buckets)
     if not (guard.is_awaited(optimizer) or is_apart) or type(optimizer) not in FUSED:
         return []
     chosen = [_choose(optimizer, group) for group in [optimizer.defaults | {"params": []}, *optimizer.param_groups]]

@@ -171,7 +171,7 @@ class ShardedOptimizer:
         """Let masters that are rounded at random be updated in fp32; those of a step that failed begin anew."""
         for master, slot in self._stochastic():
             is_wide, master.data = master.dtype == torch.float32, slot.bucket.master(slot.index).float()
-            is_here = slot.index >= slot.bucket.spec.apart
+            is_here = slot.bucket.spec.row.states.is_on_device
             self._engine.ledger.add("transient", master.nbytes * (is_here and not is_wide))
 
     def _round(self) -> None:
@@ -180,7 +180,7 @@ class ShardedOptimizer:
             place = slot.bucket.master_range(slot.index)[0] - slot.bucket.layout.offsets[slot.index]
             seed = zlib.crc32(f"{slot.name} {self.steps}".encode())
             narrow = slot.bucket.master(slot.index).copy_(round_at_random(master.data, place, seed))
-            self._engine.ledger.add("transient", -master.nbytes * (slot.index >= slot.bucket.spec.apart))
+            self._engine.ledger.add("transient", -master.nbytes * slot.bucket.spec.row.states.is_on_device)
             master.data = narrow
 
     def _stochastic(self) -> list[tuple[Tensor, Slot]]:
@@ -205,7 +205,7 @@ class ShardedOptimizer:
         touched = [slot_of(master) for master in self.masters]
         buckets = {id(slot.bucket): slot.bucket for slot in touched}
         for bucket in buckets.values():
-            bucket.follow_masters(is_apart_done=self.source.disk is not None)
+            bucket.follow_masters(is_filed_done=self.source.disk is not None)
         numbers = sorted({slot.unit for slot in touched if slot.bucket.spec.is_published})
         number = engine.order.next_number()
 
@@ -312,7 +312,7 @@ def cut_state(slot: Slot, state: dict[str, Any]) -> dict[str, Any]:
             # The slice alone is moved to where it is kept: whole states may not fit there.
             room = bucket.room(index, key, value.dtype)
             value = room.copy_(bucket.places.flat(index, value)[first:last])
-        elif isinstance(value, Tensor) and index < bucket.spec.apart:
+        elif isinstance(value, Tensor) and not bucket.spec.row.states.is_on_device:
             value = value.to(device)  # whatever kernels count with
         cut[key] = value
     return cut

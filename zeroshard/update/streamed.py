@@ -27,7 +27,7 @@ from zeroshard.core.gradient import part_of
 from zeroshard.core.slot import slot_of
 from zeroshard.describe.offload import written_bytes
 from zeroshard.store.disk import BLOCK_BYTES, Disk, buffer_of
-from zeroshard.store.stored import StoredTensor, is_stored
+from zeroshard.store.stored import StoredTensor
 from zeroshard.update.optimizer import is_cut
 from zeroshard.update.pieces import Lent, Piece, Resident, Source
 
@@ -119,7 +119,7 @@ class Streams(Source):
         """Yield the stretches of a bucket's arrays with a gradient, each as long as a set of buffers."""
         each_bytes = bucket.dtypes.master.itemsize * (1 + self._per_element) + written_bytes(bucket.spec)
         step = max(BLOCK_BYTES, self._set_bytes // each_bytes // BLOCK_BYTES * BLOCK_BYTES)
-        first, stop = bucket.spec.apart_states
+        first, stop = bucket.spec.states
         for start in range(0, stop - first, step):
             end = min(start + step, stop - first)
             parts = []
@@ -221,14 +221,14 @@ class Chunk(Piece):
             if part.stop == part.last and kept:
                 self._streams.optimizer.state[part.master] = kept
         self._lent = []
-        stored = self._bucket.follow_part(self._start, self._values[None])
+        masters = self._values[None]
+        target = self._bucket.follow_part(self._start, masters)
         for key in self._values:
             self._move(key, writes=True)
-        if stored is not None:
-            target, values = stored
+        if target is not None:
             assert isinstance(target, StoredTensor), "a part in the file"
             buffer = self._streams.buffer(self._number, PARAMETERS, target.nbytes)
-            buffer[: target.nbytes].view(target.dtype).copy_(values)
+            buffer[: target.nbytes].view(target.dtype).copy_(masters)
             self._submit(target.array.put, target.start, target.start + len(target), buffer, writes=True)
 
     def _keep(self, part: _Part, entry: Tensor) -> dict[str, Any]:
@@ -255,7 +255,7 @@ class Chunk(Piece):
 
     def _move(self, key: Key | None, *, writes: bool) -> None:
         """Begin to read or write the stretch of masters, or of a state."""
-        values = self._bucket.apart_values(*(key or ()))
+        values = self._bucket.array(*(key or ()))
         assert isinstance(values, StoredTensor), "what lies in memory is no piece"
         numel, dtype = self._stop - self._start, values.dtype
         buffer = self._streams.buffer(self._number, key, numel * dtype.itemsize)
@@ -276,6 +276,4 @@ class Chunk(Piece):
 
 
 def _is_in_file(master: Tensor) -> bool:
-    slot = slot_of(master)
-    # What has no elements needs no file, and frozen parameters lie with their masters.
-    return slot.index < slot.bucket.spec.apart and master.numel() > 0 and is_stored(slot.bucket.apart_values())
+    return slot_of(master).bucket.spec.row.states.is_in_file and master.numel() > 0

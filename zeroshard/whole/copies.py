@@ -71,7 +71,7 @@ def _copies(engine: Engine, optimizers: Sequence[ShardedOptimizer]) -> Iterator[
                 views = zip(bucket.spec.names, bucket.views, strict=True)
                 yield from (Copy(f"parameter '{name}'", view, True) for name, view in views)
             elif has_replicas:
-                yield from (Copy(f"the shard of {bucket.spec.name}", part, False) for part in bucket.shards)
+                yield Copy(f"the shard of {bucket.spec.name}", bucket.shard, False)
     for one in optimizers:
         for master in one.masters:
             slot = slot_of(master)
@@ -79,8 +79,7 @@ def _copies(engine: Engine, optimizers: Sequence[ShardedOptimizer]) -> Iterator[
             if not is_everywhere and not has_replicas:
                 continue
             spec = slot.bucket.spec
-            # Ranks offload different values, but all must compare the same number.
-            if spec.formats.master != spec.formats.param or any(c.memory != "device" for c in spec.row.state):
+            if spec.has_masters:
                 yield Copy(f"the master values of '{slot.name}'", slot.bucket.master(slot.index), is_everywhere)
             if slot.updater is not None:
                 # Only owners have the states, in each replica: every rank compares one sum.

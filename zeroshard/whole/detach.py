@@ -24,7 +24,7 @@ from zeroshard.core.slot import Slot, slot_of
 from zeroshard.core.unit import Unit
 from zeroshard.join.start import accepted_by_all
 from zeroshard.optim.packed import views_of
-from zeroshard.table.bytes import kept_bytes
+from zeroshard.table.bytes import kept_bytes, on_device
 from zeroshard.torch_private import set_slot
 from zeroshard.update.optimizer import ShardedOptimizer, is_cut
 from zeroshard.whole.gathered import gather_states
@@ -143,7 +143,7 @@ class _Detached:
         sizes: dict[int, int] = {unit.number: 0 for unit in engine.units}
         for slot in engine.slots.values():
             sizes[slot.unit] += _numel(slot) * self._dtypes[slot.name].itemsize
-        held = sum(kept_bytes([bucket.spec for bucket in buckets])) * (not engine.comm.pool.memory.is_shared)
+        held = on_device(kept_bytes(bucket.spec for bucket in buckets)) * (not engine.comm.pool.memory.is_shared)
         for one, owned in zip(self._optimizers, self._owned, strict=True):
             for master in one.masters:
                 nbytes, held_bytes = _states_of(one, master, owned)

@@ -50,7 +50,7 @@ def _move(engine: Engine, optimizers: Sequence[ShardedOptimizer], device: torch.
     for one in optimizers:
         for master in one.masters:
             slot = slot_of(master)
-            if slot.index < slot.bucket.spec.apart:
+            if not slot.bucket.spec.row.states.is_on_device:
                 continue
             master.data = slot.bucket.entry(slot.index)
             state = one.optimizer.state.get(master, {})

@@ -1,16 +1,14 @@
-"""The choice of a transport for a mesh, and the registries of codecs and memories by name.
+"""The choice of a transport for a mesh, and the registry of codecs by name.
 
 Owns the choice: the only module that knows all of them. Read `wire/comm.py` and `wire/codec.py` first.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
 
-from zeroshard.store.apart import Apart, FileApart, HostApart
-from zeroshard.table.cells import Cell
 from zeroshard.table.settings import Settings
 from zeroshard.table.trace import Ledger
 from zeroshard.table.wires import Messages
@@ -23,15 +21,10 @@ from zeroshard.wire.memory import HostMemory
 from zeroshard.wire.mesh import Mesh, backend_of
 from zeroshard.wire.nccl import NcclComm
 
-__all__ = ["MEMORIES", "codec_of", "make_comm"]
+__all__ = ["codec_of", "make_comm"]
 
 CODECS: Mapping[str, type[Codec]] = MappingProxyType({})
 """The codecs besides dtypes; `table/spec.py` has the sizes of each."""
-
-MEMORIES: Mapping[str, Callable[[torch.device, Cell, str], Apart]] = MappingProxyType(
-    {"host": HostApart, "file": FileApart}
-)
-"""Memory for data that only this rank reads, by the name in a cell."""
 
 
 def codec_of(name: str) -> Codec:

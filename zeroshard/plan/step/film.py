@@ -928,7 +928,7 @@ class _Camera:
                 continue
             lanes = self._lanes_from(self._now_s)
             copy_s = 0.0 if job.device.is_cpu else job.device.copy_s(nbytes)
-            copies = max(1, -(-nbytes // max(1, cell.staging_bytes // 2)))
+            copies = max(1, -(-nbytes // max(1, cell.place.staging_bytes // 2)))
             if cell.memory == "file":
                 read_s = job.device.disk_s(nbytes, job.host_ranks)
                 work = Work(bucket.name, 0.0, 0.0, copy_s, copies, disk_s=read_s)
@@ -1206,7 +1206,7 @@ class _Camera:
             job.device.host_s(self._account.moved_apart_bytes.get(bucket.number, 0), sharing),
             job.device.host_s(rounded_bytes, sharing),
             job.device.copy_s(sent_bytes),
-            max(1, -(-sent_bytes // max(1, cell.staging_bytes // 2))),
+            max(1, -(-sent_bytes // max(1, cell.place.staging_bytes // 2))),
             job.device.disk_s(moved_bytes, sharing),
             pieces,
             job.device.disk_s(there * written_bytes(bucket), sharing),

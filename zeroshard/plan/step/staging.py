@@ -1,6 +1,6 @@
 """The buffers through which offloaded states pass, in bytes.
 
-Owns their sums alone. Must not know when they are used (`film.py`). `update/streamed.py` and `store/apart.py` make
+Owns their sums alone. Must not know when they are used (`film.py`). `update/streamed.py` and `store/stores.py` make
 them.
 """
 
@@ -21,7 +21,7 @@ LEAST_BYTES: Final = 64
 def piece_numel(bucket: BucketSpec, per_element: int) -> int:
     """Return the elements of a piece of an update of states in files."""
     each_bytes = itemsize(bucket.formats.master) * (1 + per_element) + written_bytes(bucket)
-    blocks = bucket.row.states.staging_bytes // SETS // each_bytes // BLOCK_BYTES
+    blocks = bucket.row.states.place.staging_bytes // SETS // each_bytes // BLOCK_BYTES
     return max(1, blocks) * BLOCK_BYTES
 
 
@@ -36,16 +36,15 @@ def file_staging_bytes(units: Sequence[UnitSpec], updates: Sequence[Updates]) ->
         count, own, written = 0, [0] * SETS, [0] * SETS
         buckets = {bucket.number: bucket for bucket, _ in one.trained.parameters}
         for bucket in (b for unit in units for b in unit.buckets if b.number in buckets):
-            if bucket.row.states.memory != "file":
+            if not bucket.row.states.is_in_file:
                 continue
             size = itemsize(bucket.formats.master)
             step = piece_numel(bucket, one.per_element)
-            first, stop = bucket.apart_states
-            for start in range(0, stop - first, step):
-                end = min(start + step, stop - first)
+            numel = bucket.states[1] - bucket.states[0]
+            for start in range(0, numel, step):
+                end = min(start + step, numel)
                 own[count % SETS] = max(own[count % SETS], _blocks(end - start, size) * (1 + one.per_element))
-                stored = max(0, min(end, bucket.apart_shard[1] - bucket.apart_shard[0]) - start)
-                written[count % SETS] = max(written[count % SETS], _blocks(stored, written_bytes(bucket)))
+                written[count % SETS] = max(written[count % SETS], _blocks(end - start, written_bytes(bucket)))
                 count += 1
         sets = [sum(parts) for parts in zip(sets, own, written, strict=True)]
     return sum(sets)
@@ -57,13 +56,12 @@ def buffer_bytes(units: Sequence[UnitSpec], *, is_cpu: bool) -> int:
     Each memory has two buffers.
     """
     buckets = [bucket for unit in units for bucket in unit.buckets]
-    cells = [bucket.row.parameters for bucket in buckets if bucket.apart_parameters]
     if is_cpu:
-        cells = [cell for cell in cells if cell.memory == "file"]
+        places = {bucket.row.parameters.place for bucket in buckets if bucket.row.parameters.is_in_file}
     else:
-        cells += [bucket.row.states for bucket in buckets if bucket.apart and bucket.is_trained]
-    by_memory = {cell.memory: cell.staging_bytes for cell in cells}
-    return sum(2 * max(LEAST_BYTES, nbytes // 2) for nbytes in by_memory.values())
+        states = {bucket.row.states.place for bucket in buckets if bucket.is_trained}
+        places = {bucket.row.parameters.place for bucket in buckets} | states
+    return sum(2 * max(LEAST_BYTES, place.staging_bytes // 2) for place in places if place.staging_bytes)
 
 
 def _blocks(numel: int, size: int) -> int:
