@@ -71,7 +71,7 @@ class Files:
     def _follow(self) -> None:
         """Write parameters in the file whose masters are on the device."""
         for bucket in (one for unit in self._engine.units for one in unit.buckets if one.has_states):
-            bucket.follow_here()
+            bucket.follow_in_file()
 
 
 @final
