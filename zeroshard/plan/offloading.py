@@ -143,14 +143,23 @@ def _least(
     wanted = {place for place, is_fitting in (least_of(places, fits) for places in series if places) if is_fitting}
     found: tuple[Candidate, Plan] | None = None
     for place in sorted(wanted, key=lambda place: -known[place].tokens_per_s):
-        for margin in MARGINS:
-            if known[place].tokens_per_s <= fastest:
-                break
-            plan = whole(with_offload(place + margin))
-            if plan.verdict == "fits":
-                one = dataclasses.replace(known[place], options=plan.asked, peak_bytes=plan.peak_bytes)
-                one = dataclasses.replace(one, step_s=plan.step_s, verdict="fits", reserved_bytes=plan.reserved_bytes)
-                found = (one, plan) if plan.tokens_per_s > fastest else found
-                fastest = max(fastest, plan.tokens_per_s)
-                break
+        plan = _least_plan(lambda at: whole(with_offload(at)), place) if known[place].tokens_per_s > fastest else None
+        if plan is not None and plan.tokens_per_s > fastest:
+            one = dataclasses.replace(known[place], options=plan.asked, peak_bytes=plan.peak_bytes)
+            one = dataclasses.replace(one, step_s=plan.step_s, verdict="fits", reserved_bytes=plan.reserved_bytes)
+            found, fastest = (one, plan), plan.tokens_per_s
     return found
+
+
+def _least_plan(whole: Callable[[int], Plan], place: int) -> Plan | None:
+    """Return the full plan that fits with the smallest offload from `place` on; None if none fits."""
+    plans = dict[int, Plan]()
+
+    def fits(at: int) -> bool:
+        plans[at] = plans.get(at) or whole(at)
+        return plans[at].verdict == "fits"
+
+    for before, margin in zip((-1, *MARGINS), MARGINS, strict=False):
+        if fits(place + margin):
+            return plans[least_of(range(place + before + 1, place + margin + 1), fits)[0]]
+    return None

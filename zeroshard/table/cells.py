@@ -180,8 +180,14 @@ class Elsewhere(Cell):
         The order does not depend on the fraction, so a larger fraction moves what a smaller one moves, and more.
         """
         cells, moved, wanted = [self.inner] * len(sizes), 0, Fraction(str(self.fraction)) * sum(sizes)
-        # Reversed bits: of eight buckets, half are every second one.
-        for place in sorted(range(len(sizes)), key=lambda place: f"{place:b}"[::-1]):
+        usual = sorted(sizes)[len(sizes) // 2] if sizes else 0
+
+        def rank_of(place: int) -> tuple[bool, str]:
+            # Reversed bits: of eight buckets, half are every second one. Larger ones, such as an embedding's, come
+            # last, since they would exceed a small fraction by far.
+            return sizes[place] > 2 * usual, f"{place:b}"[::-1]
+
+        for place in sorted(range(len(sizes)), key=rank_of):
             if moved < wanted:
                 cells[place], moved = replace(self, fraction=1.0), moved + sizes[place]
         return cells
