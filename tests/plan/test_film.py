@@ -14,7 +14,9 @@ from zeroshard.plan.machine.hardware import DEVICES, Cost, Device, Span
 from zeroshard.plan.named import OPTIMIZERS, specs_of, updates_of
 from zeroshard.plan.shape.shapes import Transformer, gpt
 from zeroshard.plan.shape.tape import Tape, instructions
-from zeroshard.plan.step.film import Call, Job, make_film
+from zeroshard.plan.step.rank_job import Job
+from zeroshard.plan.step.script import Call
+from zeroshard.plan.step.simulate import make_film
 from zeroshard.table.bytes import predict
 from zeroshard.table.spec import Formats
 from zeroshard.table.stages import row_of_stage

@@ -10,12 +10,14 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import chain
 from typing import final
 
-from zeroshard.table import schedule
 from zeroshard.table.owners import plan_rounds
 from zeroshard.table.pool import Buffer, Buffers
+from zeroshard.table.schedule import peak_units
 from zeroshard.table.spec import BucketSpec, UnitSpec, itemsize
+from zeroshard.table.step import plain_uses, steady_passes
 from zeroshard.table.wires import Wire
 
 __all__ = ["Owned", "Updates", "apart_bytes", "kept_bytes", "predict", "step_bytes"]
@@ -198,8 +200,8 @@ def _transient_bytes(
     """
     full = tuple(unit.full_bytes for unit in units)
     whole = wide_bytes
-    for record, marks in schedule.plain_marks(len(units), frozenset(u.number for u in units if u.is_held)):
-        whole = max(whole, schedule.peak_units(schedule.replay(record, marks), full, record.carried))
+    for steady in steady_passes(units, plain_uses(len(units))):
+        whole = max(whole, peak_units(chain.from_iterable(steady.actions), full, steady.record.carried))
     if all(bucket.layout.world_size == 1 for unit in units for bucket in unit.buckets):
         return whole
     pool, root, others = _Counted(), units[0], list(reversed(units[1:]))

@@ -29,6 +29,7 @@ __all__ = [
     "peak_units",
     "plain_marks",
     "replay",
+    "replay_each",
 ]
 
 ROOT = 0
@@ -190,23 +191,29 @@ def replay(record: Record, marks: Iterable[Mark]) -> list[Action]:
     Raises:
         ValueError: a mark requests a unit that is not in the record.
     """
+    return [action for actions in replay_each(record, marks) for action in actions]
+
+
+def replay_each(record: Record, marks: Iterable[Mark]) -> list[list[Action]]:
+    """Return the actions of each mark of a pass, as `replay` returns those of all marks."""
     marks = list(marks)
-    schedule = Schedule(record, lambda unit: ("land", unit) not in marks)
-    actions: list[Action] = []
+    landing = {unit for kind, unit in marks if kind == "land"}
+    schedule = Schedule(record, lambda unit: unit not in landing)
+    found: list[list[Action]] = []
     for kind, unit in marks:
         match kind:
             case "need":
                 due = schedule.need(unit)
                 if due is None:
                     raise ValueError(f"unit {unit} is needed but not recorded; the record is {record.requests}.")
-                actions += due
+                found.append(due)
             case "leave":
-                actions += schedule.leave(unit)
+                found.append(schedule.leave(unit))
             case "land":
-                actions += schedule.land(unit)
+                found.append(schedule.land(unit))
             case "close":
-                actions += schedule.close()
-    return actions
+                found.append(schedule.close())
+    return found
 
 
 def plain_marks(

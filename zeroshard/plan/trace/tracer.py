@@ -17,6 +17,7 @@ from zeroshard.plan.trace.fake import Fakes, exchanged
 from zeroshard.plan.trace.kept import Kept
 from zeroshard.plan.trace.personality import PERSONALITIES
 from zeroshard.plan.trace.recorder import Recorder, unreadable
+from zeroshard.plan.trace.uses import UnitWatch
 from zeroshard.torch_checks import check_tracing
 from zeroshard.torch_private import (
     fake_errors,
@@ -43,6 +44,7 @@ def trace_step(
     reads: Callable[[Tensor], bool | int | float] | None = None,
     takes_gradients: bool = False,
     kept: Kept | None = None,
+    watch: UnitWatch | None = None,
 ) -> Trace:
     """Run training steps of a model on tensors without memory, and return the allocations.
 
@@ -62,8 +64,9 @@ def trace_step(
         reads: called with a tensor of one element whose value the model reads, returns the value. Optimizers read 1
             from their step counters.
         takes_gradients: whether gradients are taken from their parameters when they are complete, as in the engine;
-            `Trace.landed` has the times. There are no updates then.
+            `Trace.marks` has the times. There are no updates then.
         kept: treatments of tensors saved for the backward.
+        watch: observes the uses of units in a step of one micro-batch; they are in `Trace.marks`.
 
     Raises:
         ValueError: the model has no such unit, the personality is unknown, or a count is below 1.
@@ -97,13 +100,16 @@ def trace_step(
         fakes.forget_storages()
         recorder.begin(model, find(given, Tensor))
         stack.callback(recorder.end)
+        if watch is not None:
+            watch.begin(model, recorder.mark)
+            stack.callback(watch.end)
         stack.enter_context(recorder)
         recorder.calibrate()
         if split_parameters(model):
             stack.enter_context(while_inferring(recorder.pause))
         stack.enter_context(kernels.rewriting())
         try:
-            made = _run(recorder, step, model, given, optimizer, micro_batches, steps, kept)
+            made = _run(recorder, step, model, given, optimizer, micro_batches, steps, kept, watch)
         except fake_errors() as error:
             raise unreadable(recorder.module, str(error)) from error
         trace = recorder.result()
@@ -120,6 +126,7 @@ def _run(
     micro_batches: int,
     steps: int,
     kept: Kept | None,
+    watch: UnitWatch | None,
 ) -> torch.optim.Optimizer | None:
     """Run the steps and return the optimizer."""
     optimizer = make(model.parameters()) if make is not None else None
@@ -127,7 +134,7 @@ def _run(
         recorder.kernels.prepare(optimizer)
     for _ in range(steps):
         for _ in range(micro_batches):
-            _pass(recorder, step, model, inputs, kept)
+            _pass(recorder, step, model, inputs, kept, watch)
         recorder.phase = Phase.UPDATE
         if optimizer is not None:
             optimizer.step()
@@ -139,16 +146,26 @@ def _run(
 
 
 def _pass(
-    recorder: Recorder, step: Callable[..., Tensor], model: nn.Module, inputs: tuple[Any, ...], kept: Kept | None
+    recorder: Recorder,
+    step: Callable[..., Tensor],
+    model: nn.Module,
+    inputs: tuple[Any, ...],
+    kept: Kept | None,
+    watch: UnitWatch | None,
 ) -> None:
     """Run one forward and its backward."""
     recorder.phase = Phase.FORWARD
 
     def pack(tensor: Tensor) -> Any:
         recorder.packed(tensor)
-        return tensor if kept is None else kept.pack(tensor, is_input=is_called_by_checkpoint())
+        unit = watch.unit_of(tensor) if watch is not None else None
+        packed = tensor if kept is None else kept.pack(tensor, is_input=is_called_by_checkpoint())
+        return packed if unit is None else (unit, packed)
 
     def unpack(packed: Any) -> Tensor:
+        if watch is not None and isinstance(packed, tuple):
+            unit, packed = packed
+            watch.unpack(unit)
         return packed if kept is None else kept.unpack(packed)
 
     if kept is not None:
@@ -162,3 +179,5 @@ def _pass(
     recorder.phase = Phase.BACKWARD
     # `loss.backward()` would leave the mode that rewrites functions, and the mode would not see a recomputation.
     run_backward(loss)
+    if watch is not None:
+        watch.end_backward()
