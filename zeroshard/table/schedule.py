@@ -26,7 +26,6 @@ __all__ = [
     "Schedule",
     "WINDOW",
     "hoist",
-    "peak_units",
     "plain_marks",
     "replay",
     "replay_each",
@@ -258,17 +257,3 @@ def hoist(requests: Sequence[Request]) -> tuple[Request, ...]:
             ordered += [request, *waiting]
             waiting = []
     return tuple(ordered + waiting)
-
-
-def peak_units(actions: Iterable[Action], full_bytes: tuple[int, ...], carried: Iterable[int] = ()) -> int:
-    """Return the peak bytes of gathered units while `actions` run.
-
-    Args:
-        full_bytes: bytes of each gathered unit.
-        carried: units that are gathered before the first action.
-    """
-    now = peak = sum(full_bytes[unit] for unit in carried)
-    for kind, unit in actions:
-        now += {"gather": full_bytes[unit], "release": -full_bytes[unit], "reduce": 0}[kind]
-        peak = max(peak, now)
-    return peak
