@@ -35,8 +35,7 @@ from zeroshard.plan.shape.shapes import Transformer, gpt
 from zeroshard.plan.shape.tape import Parts, instructions
 from zeroshard.plan.shape.transformer import Kernels, Workload, cached_tapes
 from zeroshard.plan.step.film import Film
-from zeroshard.plan.step.rank_job import Job
-from zeroshard.plan.step.script import Call
+from zeroshard.plan.step.rank_job import Call, Job
 from zeroshard.plan.step.simulate import make_film
 from zeroshard.table.activations import Offloaded, Partitioned, Recomputed, Treated
 from zeroshard.table.cells import Residency

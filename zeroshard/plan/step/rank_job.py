@@ -18,7 +18,7 @@ from zeroshard.table.spec import BucketSpec, UnitSpec, itemsize
 from zeroshard.table.step import Steady, steady_passes
 from zeroshard.table.wires import Wire
 
-__all__ = ["Account", "Job", "account_of"]
+__all__ = ["Account", "Call", "Job", "account_of"]
 
 
 @final
