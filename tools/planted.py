@@ -30,7 +30,7 @@ from pathlib import Path
 
 from benchmarks.machine import circumstances, write_result
 
-__all__ = ["BUGS", "CHECKPOINT", "ENGINE", "ROOMS", "Bug", "main", "misplaced", "plant"]
+__all__ = ["BUGS", "CHECKPOINT", "ENGINE", "PLAN", "ROOMS", "Bug", "main", "misplaced", "plant"]
 
 ROOT = Path(__file__).parents[1]
 COPIED = ("benchmarks", "tests", "tools", "zeroshard", "pyproject.toml")
@@ -1020,7 +1020,26 @@ ROOMS = (
 )
 """Planted after the tiers were fixed, in rooms besides the engine: wrong numbers, wrong words, ranks left alone."""
 
-BUGS = (*CHECKPOINT, *ENGINE, *ROOMS)
+_EVENTS = "tests/plan/test_events_equal.py"
+PLAN = (
+    Bug(
+        "a plan's gathers are not hoisted",
+        "table/step.py",
+        "hoist(requests) if record is None",
+        "tuple(requests) if record is None",
+        f"{_EVENTS}::test_one_run_of_make_train_is_as_planned[3]",
+    ),
+    Bug(
+        "a film plays the actions of a pass without reductions",
+        "plan/step/simulate.py",
+        "job.passes if is_reduced else job.unreduced_passes",
+        "job.unreduced_passes",
+        f"{_EVENTS}::test_one_run_of_make_train_is_as_planned[2]",
+    ),
+)
+"""The steady step of a plan, other than the engine's."""
+
+BUGS = (*CHECKPOINT, *ENGINE, *PLAN, *ROOMS)
 
 
 def plant(bug: Bug, folder: Path) -> None:

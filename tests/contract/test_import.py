@@ -141,7 +141,7 @@ def test_the_table_imports_without_torch() -> None:
 
 
 def test_what_the_planner_knows_imports_without_torch() -> None:
-    modules = ("machine.allocator", "machine.memory_blocks", "machine.rules", "trace.events", "trace.step_events")
+    modules = ("machine.allocator", "machine.memory_blocks", "machine.rules", "trace.events", "step.simulate")
     names = ["zeroshard.plan", *(f"zeroshard.plan.{name}" for name in modules), "benchmarks.arena", "tests.plan.saved"]
     assert run(BLOCKED.format(blocked=("torch", "numpy", "safetensors"), names=names)) == [
         f"IMPORTED {name}" for name in names

@@ -1,38 +1,32 @@
 """The plan's events are those of the engine's trace: of runs of `make train`, and of models that use units otherwise.
 
-The plan reads the model on the meta device; the trace is what the engine wrote as it acted, with the bytes that the
-wire counted.
+The events of a plan are those of its film, which is what `zs.plan` plays; the trace is what the engine wrote as it
+acted, with the bytes that the wire counted.
 """
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import zeroshard as zs
 from tests import models
 from tests.oracle import STAGES, TIMEOUT_S, Sharded
-from zeroshard.describe.parameters import row_with_parameters
-from zeroshard.describe.precision import Precision, precision_of
-from zeroshard.describe.specs import describe_units
-from zeroshard.describe.treatments import activations_of
-from zeroshard.describe.units import plan_units
-from zeroshard.plan.trace.step_events import Uses, plain_uses, step_events
-from zeroshard.plan.trace.uses import trace_uses
-from zeroshard.table.cells import Residency
-from zeroshard.table.stages import STAGES as ROWS
 from zeroshard.table.trace import Event
 from zeroshard.testing import run_ranks
 from zeroshard.train.config import Config, load_config
 from zeroshard.train.loop import train
-from zeroshard.train.models.gpt import GPT
+from zeroshard.train.planned import plan_run
 
 STEPS = 5
+CPU = zs.Device("cpu", {"float32": 1e11}, 8 * 10**9, 1e10, 1e10, 1e10, 1e10, multiprocessors=1)
 SHRUNK = [f"train.steps={STEPS}", "train.eval_bytes=2000", "run.sample_bytes=8", "zero.watchdog_s=20"]
 SHRUNK += ["model.context=32", "train.batch=4"]
 """The configuration of `make train` but for its steps, its batches and what is evaluated. Events are those of units."""
@@ -68,42 +62,22 @@ def configured(folder: str, overrides: Sequence[str]) -> Config:
     return load_config(overrides=[*SHRUNK, f"run.folder={folder}", *overrides])
 
 
-@functools.cache
-def traced_uses(activations: str) -> Uses:
-    """Trace how the model of these runs uses its units; of what differs between them, treatments alone matter."""
-    config = configured("", [f"zero.activations={activations}"])
-    with torch.device("meta"):
-        model = GPT(config.gpt)
-        tokens = torch.zeros(1, config.model.context, dtype=torch.int64)
-    return trace_uses(_loss, model, [tokens, tokens], plan_units(model, None), activations=activations_of(activations))
-
-
-def planned_run(config: Config, rank: int, world: int, uses: Uses | None = None) -> list[Event]:
+def planned_run(config: Config, world: int) -> list[Event]:
     """Return the plan's events of the last step of a run, from its configuration alone."""
-    row = Residency(
-        *(getattr(ROWS[config.zero.stage], column) for column in ("states", "gradients", "parameters")),
-        activations=activations_of(config.zero.activations),
-    )
-    with torch.device("meta"):
-        plans = plan_units(GPT(config.gpt), None)
-    units = describe_units(plans, row, precision_of(config.train.precision), shard_size=world, shard_rank=rank)
-    if uses is None:
-        uses = traced_uses(config.zero.activations)
+    plan, _ = plan_run(config.model_copy(update={"run": config.run.model_copy(update={"ranks": world})}))
+    events = events_of(plan)
     # Every step but the last is followed by an evaluation, of 2,000 bytes in batches of 8 windows.
     batches = -(-2000 // (8 * config.model.context * world)) if config.train.eval_every == 1 else 0
-    return step_events(
-        units,
-        uses,
-        micro_batches=config.train.accumulation,
-        no_sync=config.zero.no_sync,
-        evaluations=batches,
-        step=STEPS - 1,
-    )
+    forward = list(itertools.takewhile(lambda event: event.phase == "forward", events))
+    return forward * batches + events
 
 
-def _loss(model: nn.Module, *inputs: Tensor) -> Tensor:
-    loss: Tensor = model(*inputs)
-    return loss
+def events_of(plan: zs.Plan) -> list[Event]:
+    """Return the events of a planned step: of several micro-batches, the film plays those between once."""
+    ticks = [Event(STEPS - 1, tick.phase, *tick[1:4], tick.is_pinned, tick.dtype) for tick in plan.film.ticks]
+    starts = [at for at in range(1, len(ticks)) if (ticks[at - 1].phase, ticks[at].phase) == ("backward", "forward")]
+    more = plan.asked.micro_batches - len(starts) - 1
+    return ticks[: starts[1]] + ticks[starts[0] : starts[1]] * more + ticks[starts[1] :] if more else ticks
 
 
 VARIANTS = {
@@ -114,6 +88,8 @@ VARIANTS = {
     "fp16": ["train.precision=fp16"],
     "accumulated": ["train.accumulation=2"],
     "accumulated without a reduction": ["train.accumulation=2", "zero.no_sync=true"],
+    "accumulated five times": ["train.batch=10", "train.accumulation=5"],
+    "accumulated three times without a reduction": ["train.batch=6", "train.accumulation=3", "zero.no_sync=true"],
     "after an evaluation": ["train.eval_every=1"],
     "all": ["zero.activations=recompute", "train.precision=bf16", "train.accumulation=2", "train.eval_every=1"],
 }
@@ -141,8 +117,7 @@ def test_the_plan_of_make_train_is_the_trace(stage: int, world: int, tmp_path: P
     by_rank = run_ranks(traced_runs, world, str(tmp_path), list(variants.values()), timeout_s=120.0)
     for rank, runs in enumerate(by_rank):
         for (name, overrides), traced in zip(variants.items(), runs, strict=True):
-            planned = planned_run(configured("", overrides), rank, world)
-            compare(planned, traced, f"{name}, [rank {rank}/{world}]")
+            compare(planned_run(configured("", overrides), world), traced, f"{name}, [rank {rank}/{world}]")
             assert [event.kind for event in traced].count("gather") == 0 or (stage, world) == (3, 2)
 
 
@@ -152,12 +127,7 @@ def test_one_run_of_make_train_is_as_planned(stage: int, tmp_path: Path) -> None
     """One of these variants alone, for planted bugs."""
     overrides = [f"zero.stage={stage}"]
     for rank, (traced,) in enumerate(run_ranks(traced_runs, 2, str(tmp_path), [overrides], timeout_s=60.0)):
-        compare(planned_run(configured("", overrides), rank, 2), traced, f"[rank {rank}/2]")
-
-
-def test_units_that_follow_one_another_need_no_trace() -> None:
-    config = configured("", [])
-    assert planned_run(config, 0, 2, plain_uses(1 + config.model.depth)) == planned_run(config, 0, 2)
+        compare(planned_run(configured("", overrides), 2), traced, f"[rank {rank}/2]")
 
 
 # -- models that use units otherwise ----------------------------------------------------------------------------------
@@ -248,7 +218,7 @@ def follow(build: Callable[[], nn.Module], stage: int, options: dict[str, Any]) 
     run = Sharded(stage, {"shared_memory": options.get("shared_memory", True)})
     model = models.build(build)
     optimizer = models.adamw(model)
-    passed = {name: options.get(name) for name in ("units", "activations", "parameters")}
+    passed = {name: options.get(name) for name in ("units", "activations", "parameters", "offload")}
     run.shard(model, optimizer, **passed)
     for step in range(STEPS):
         options.get("loss", models.stack_loss)(model, step, run.rank).backward()
@@ -257,14 +227,30 @@ def follow(build: Callable[[], nn.Module], stage: int, options: dict[str, Any]) 
     return run.zeros[0].trace.step_events(STEPS - 1)
 
 
-def planned(build: Callable[[], nn.Module], stage: int, options: dict[str, Any], rank: int, world: int) -> list[Event]:
-    model, cell = models.build(build), activations_of(options.get("activations"))
-    plans = plan_units(model, options.get("units"))
-    row = Residency(*(getattr(ROWS[stage], column) for column in ("states", "gradients", "parameters")), cell)
-    row = row_with_parameters(row, options.get("parameters"))
-    units = describe_units(plans, row, Precision(), shard_size=world, shard_rank=rank)
-    loss = functools.partial(options.get("loss", models.stack_loss), step=0, rank=0)
-    return step_events(units, trace_uses(loss, model, [], plans, activations=cell), step=STEPS - 1)
+def planned(build: Callable[[], nn.Module], stage: int, options: dict[str, Any], world: int) -> list[Event]:
+    is_gpt = options.get("loss") is models.gpt_loss
+    inputs = [models.tokens(0, 0)[:, :-1]] if is_gpt else [models.features(0, 0)]
+    passed = {name: options.get(name) for name in ("units", "activations", "parameters", "offload")}
+    plan = zs.plan(
+        models.build(build),
+        world_size=world,
+        device=CPU,
+        stage=stage,
+        precision="fp32",
+        inputs=inputs,
+        loss=gpt_loss if is_gpt else stack_loss,
+        shared_memory=options.get("shared_memory", True),
+        **passed,
+    )
+    return events_of(plan)
+
+
+def stack_loss(out: Tensor) -> Tensor:
+    return F.mse_loss(out, models.targets(0, 0))
+
+
+def gpt_loss(logits: Tensor) -> Tensor:
+    return F.cross_entropy(logits.reshape(-1, models.VOCABULARY), models.tokens(0, 0)[:, 1:].reshape(-1))
 
 
 @pytest.mark.product
@@ -273,7 +259,7 @@ def planned(build: Callable[[], nn.Module], stage: int, options: dict[str, Any],
 def test_the_plan_is_the_trace_however_units_are_used(case: str, stage: int) -> None:
     build, options = CASES[case]
     for rank, traced in enumerate(run_ranks(follow, 2, build, stage, options, timeout_s=TIMEOUT_S)):
-        compare(planned(build, stage, options, rank, 2), traced, f"{case}, stage {stage}, [rank {rank}/2]")
+        compare(planned(build, stage, options, 2), traced, f"{case}, stage {stage}, [rank {rank}/2]")
 
 
 @pytest.mark.product
@@ -281,7 +267,7 @@ def test_the_plan_is_the_trace_however_units_are_used(case: str, stage: int) -> 
 def test_the_plan_is_the_trace_where_ranks_send_messages(stage: int) -> None:
     options = {"shared_memory": False}
     for rank, traced in enumerate(run_ranks(follow, 3, models.Stack, stage, options, timeout_s=TIMEOUT_S)):
-        compare(planned(models.Stack, stage, options, rank, 3), traced, f"stage {stage}, [rank {rank}/3]")
+        compare(planned(models.Stack, stage, options, 3), traced, f"stage {stage}, [rank {rank}/3]")
 
 
 @pytest.mark.product
@@ -298,4 +284,17 @@ def test_the_plan_is_the_trace_of_units_that_stay_whole(case: str, parameters: A
     build, options = CASES[case]
     options = options | {"parameters": parameters}
     for rank, traced in enumerate(run_ranks(follow, 2, build, 3, options, timeout_s=TIMEOUT_S)):
-        compare(planned(build, 3, options, rank, 2), traced, f"{case}, {parameters}, [rank {rank}/2]")
+        compare(planned(build, 3, options, 2), traced, f"{case}, {parameters}, [rank {rank}/2]")
+
+
+@pytest.mark.product
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize(
+    "offload", [zs.Offload(states=0.3), zs.Offload(gradients=0), zs.Offload(parameters=0.5)], ids=str
+)
+def test_the_plan_is_the_trace_where_state_is_offloaded(offload: zs.Offload, stage: int) -> None:
+    options = {"offload": offload}
+    if offload.parameters and stage < 3:
+        pytest.skip("replicated parameters are not offloaded")
+    for rank, traced in enumerate(run_ranks(follow, 2, Frozen, stage, options, timeout_s=TIMEOUT_S)):
+        compare(planned(Frozen, stage, options, 2), traced, f"{offload}, stage {stage}, [rank {rank}/2]")

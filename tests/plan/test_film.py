@@ -14,7 +14,9 @@ from zeroshard.plan.machine.hardware import DEVICES, Cost, Device, Span
 from zeroshard.plan.named import OPTIMIZERS, specs_of, updates_of
 from zeroshard.plan.shape.shapes import Transformer, gpt
 from zeroshard.plan.shape.tape import Tape, instructions
-from zeroshard.plan.step.film import Call, Job, make_film
+from zeroshard.plan.step.rank_job import Job
+from zeroshard.plan.step.script import Call
+from zeroshard.plan.step.simulate import make_film
 from zeroshard.table.bytes import predict
 from zeroshard.table.spec import Formats
 from zeroshard.table.stages import row_of_stage
@@ -146,7 +148,8 @@ def test_gradients_that_stay_are_held_once(stage: int) -> None:
 
 
 def test_micro_batches_take_time_and_no_memory() -> None:
-    one, two, five = (make_film(job_of_shape(LLAMA, options(1, micro_batches=n))) for n in (1, 2, 5))
+    jobs = [job_of_shape(LLAMA, options(1, micro_batches=count)) for count in (1, 2, 5)]
+    one, two, five = (make_film(job, is_settled=True) for job in jobs)
     assert two.peak[0] == five.peak[0]
     each_s = two.step_s - one.step_s
     assert five.step_s == pytest.approx(one.step_s + 4 * each_s, rel=0.05)

@@ -140,7 +140,7 @@ def test_the_plan_is_the_run(case: tuple[Any, ...]) -> None:
         expected["parameters"] -= buffer_bytes
         assert {name: held[name] for name in COLUMNS} == expected
         assert held.get("host", 0) == one.elsewhere_bytes.get("host", 0)
-        ticks = [(tick.kind, tick.unit, tick.nbytes) for tick in plan.film.ticks]
+        ticks = [(tick.kind, tick.unit, tick.nbytes) for tick in plan.film.ticks if tick.kind != "step"]
         assert closed(ticks) == closed(sent)
     assert (stage in (1, 2)) == any(kind == "publish" for kind, *_ in sent)
 

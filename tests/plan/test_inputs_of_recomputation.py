@@ -9,7 +9,10 @@ from zeroshard.plan.named import OPTIMIZERS, PRECISIONS, specs_of, updates_of
 from zeroshard.plan.shape.shapes import gpt
 from zeroshard.plan.shape.tape import GIVEN, Instruction, Parts, instructions
 from zeroshard.plan.shape.transformer import Kernels, Workload, tapes
-from zeroshard.plan.step.film import Call, Film, Job, make_film
+from zeroshard.plan.step.film import Film
+from zeroshard.plan.step.rank_job import Job
+from zeroshard.plan.step.script import Call
+from zeroshard.plan.step.simulate import make_film
 from zeroshard.table.stages import STAGES
 from zeroshard.table.wires import Native
 

@@ -22,7 +22,10 @@ from zeroshard.describe.units import plan_units
 from zeroshard.plan.machine.hardware import DEVICES, Span
 from zeroshard.plan.named import OPTIMIZERS, updates_of
 from zeroshard.plan.shape.tape import Instruction, Parts
-from zeroshard.plan.step.film import Call, Film, Job, make_film
+from zeroshard.plan.step.film import Film
+from zeroshard.plan.step.rank_job import Job
+from zeroshard.plan.step.script import Call
+from zeroshard.plan.step.simulate import make_film
 from zeroshard.table.stages import row_of_stage
 from zeroshard.table.wires import Silence
 

@@ -16,7 +16,8 @@ from tests.rotation import third
 from zeroshard.describe.rows import row_of
 from zeroshard.plan.machine.hardware import DEVICES
 from zeroshard.plan.named import PRECISIONS, specs_of
-from zeroshard.plan.step.film import Job, make_film
+from zeroshard.plan.step.rank_job import Job
+from zeroshard.plan.step.simulate import make_film
 from zeroshard.plan.step.turns import KINDS, turns_of
 from zeroshard.table.bytes import Updates
 from zeroshard.table.spec import UnitSpec

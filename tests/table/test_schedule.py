@@ -2,6 +2,7 @@
 
 import random
 from collections import Counter
+from collections.abc import Iterable
 
 import pytest
 
@@ -14,12 +15,25 @@ from zeroshard.table.schedule import (
     Request,
     Schedule,
     hoist,
-    peak_units,
     plain_marks,
     replay,
 )
 
 DRAWS = 3000
+
+
+def peak_units(actions: Iterable[Action], full_bytes: tuple[int, ...], carried: Iterable[int] = ()) -> int:
+    """Return the peak bytes of gathered units while `actions` run.
+
+    Args:
+        full_bytes: bytes of each gathered unit.
+        carried: units that are gathered before the first action.
+    """
+    now = peak = sum(full_bytes[unit] for unit in carried)
+    for kind, unit in actions:
+        now += {"gather": full_bytes[unit], "release": -full_bytes[unit], "reduce": 0}[kind]
+        peak = max(peak, now)
+    return peak
 
 
 def test_three_units_forward_and_backward() -> None:

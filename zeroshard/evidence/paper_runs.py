@@ -34,7 +34,9 @@ from zeroshard.plan.named import OPTIMIZERS, PRECISIONS, own_units, specs_of, up
 from zeroshard.plan.shape.shapes import Transformer, gpt
 from zeroshard.plan.shape.tape import Parts, instructions
 from zeroshard.plan.shape.transformer import Kernels, Workload, cached_tapes
-from zeroshard.plan.step.film import Call, Film, Job, make_film
+from zeroshard.plan.step.film import Film
+from zeroshard.plan.step.rank_job import Call, Job
+from zeroshard.plan.step.simulate import make_film
 from zeroshard.table.activations import Offloaded, Partitioned, Recomputed, Treated
 from zeroshard.table.cells import Residency
 from zeroshard.table.stages import CONFIGURATIONS, STAGES

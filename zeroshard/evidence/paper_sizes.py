@@ -17,7 +17,7 @@ from zeroshard.plan.machine.hardware import Span
 from zeroshard.plan.named import OPTIMIZERS, PRECISIONS, specs_of, updates_of
 from zeroshard.plan.shape.tape import Instruction, Parts
 from zeroshard.plan.shape.transformer import Kernels, Workload
-from zeroshard.plan.step.film import sent_of
+from zeroshard.plan.step.clock import sent_of
 from zeroshard.table.bytes import predict
 from zeroshard.table.wires import Silence
 

@@ -19,7 +19,8 @@ from zeroshard.plan.named import OPTIMIZERS, PRECISIONS, States, matrices_of, ow
 from zeroshard.plan.shape.shapes import Transformer
 from zeroshard.plan.shape.tape import Parts, coarse, instructions
 from zeroshard.plan.shape.transformer import Kernels, Workload, cached_tapes
-from zeroshard.plan.step.film import Account, Call, Job, account_of
+from zeroshard.plan.step.rank_job import Account, Job, account_of
+from zeroshard.plan.step.script import Call
 from zeroshard.plan.step.turns import Turn, turns_of
 from zeroshard.table.activations import Activations, Chain, Offloaded, Partitioned, Recomputed, fits
 from zeroshard.table.bytes import Updates
@@ -90,6 +91,7 @@ class Options:
         zeros: fraction of zeros in the results of ReLUs, for compressed activations of modules; None if unknown.
         fused: whether the optimizer updates in one kernel, which needs no temporary memory.
         offload: the state that is stored in other memory.
+        no_sync: whether only the last micro-batch reduces gradients.
     """
 
     world_size: int
@@ -112,6 +114,7 @@ class Options:
     chosen: Any = None
     chosen_formats: Formats | None = None
     wire_bytes: int = WIRE_BYTES
+    no_sync: bool = False
 
     def __post_init__(self) -> None:
         # Caches are keyed by these numbers, and a numpy integer equals a Python integer.
@@ -291,6 +294,7 @@ def job_of_shape(model: Transformer, options: Options, *, is_coarse: bool = Fals
         host_ranks=options.node_processes,
         is_early=options.is_filed,
         turns=turns,
+        no_sync=options.no_sync,
     )
 
 

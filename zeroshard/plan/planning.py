@@ -35,7 +35,9 @@ from zeroshard.plan.machine.retries import NO_RETRIES, Retries, play_steps
 from zeroshard.plan.named import OPTIMIZERS, PRECISIONS
 from zeroshard.plan.result import Plan, RankClass
 from zeroshard.plan.shape.shapes import SHAPES, Transformer, read_config, shape_named
-from zeroshard.plan.step.film import Film, Job, calls_of, make_film, resident_bytes
+from zeroshard.plan.step.film import Film, calls_of
+from zeroshard.plan.step.rank_job import Job
+from zeroshard.plan.step.simulate import make_film, resident_bytes
 from zeroshard.plan.step.turns import shown_ranks
 from zeroshard.plan.trying import changes_of
 from zeroshard.table.activations import Compressed, Offloaded, Partitioned
@@ -82,6 +84,7 @@ def make_plan(
     parallelize: Callable[[Any, Any], Any] | None = None,
     ignored: Sequence[object] = (),
     wire_bytes: int = WIRE_BYTES,
+    no_sync: bool = False,
 ) -> Plan:
     """Predict a run: memory by column and at its peak, time of a step, traffic, and whether it fits.
 
@@ -126,6 +129,7 @@ def make_plan(
             group. A module that is already split needs no function.
         ignored: for modules, as in `zs.shard`. Only the values of these parameters are counted.
         wire_bytes: as in `zs.Settings(wire_bytes=)`.
+        no_sync: whether only the last micro-batch of a step reduces gradients, as with `Zero.no_sync()`.
 
     Returns: the plan; `print(plan)` shows it.
 
@@ -180,6 +184,7 @@ def make_plan(
         chosen=chosen[1],
         chosen_formats=chosen[2],
         wire_bytes=wire_bytes,
+        no_sync=no_sync,
     )
     check_options(options)
     given = {"inputs": inputs, "loss": loss, "units": units, "reads": reads, "parallelize": parallelize}

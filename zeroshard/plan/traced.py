@@ -6,7 +6,7 @@ and `describe/specs.py` first.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final, final
@@ -24,13 +24,15 @@ from zeroshard.describe.units import UnitPlan, plan_units
 from zeroshard.plan.job import Options, wire_of
 from zeroshard.plan.named import kernel_bytes_of
 from zeroshard.plan.shape.tape import Instruction
-from zeroshard.plan.step.film import Job, Script
+from zeroshard.plan.step.rank_job import Job
+from zeroshard.plan.step.script import Script, mark
 from zeroshard.plan.step.turns import shown_ranks
-from zeroshard.plan.trace.events import Category, Event, Landed, Phase, Trace
+from zeroshard.plan.trace.events import Category, Landed, Marked, Phase, Trace, unit_of
 from zeroshard.plan.trace.fake import on_meta
 from zeroshard.plan.trace.splitting import check_split
 from zeroshard.plan.trace.tracer import trace_step
 from zeroshard.plan.trace.treated import Treated
+from zeroshard.plan.trace.uses import UnitWatch
 from zeroshard.plan.updates import updates_and_turns
 from zeroshard.store.bus import SMALL_BYTES
 from zeroshard.table.bytes import Updates
@@ -158,6 +160,7 @@ def trace_job(
         return made
 
     for _ in range(1 if treated is None else treated.passes):
+        watch = UnitWatch(plans, twins, cell)
         trace = trace_step(
             step,
             copied,
@@ -167,9 +170,10 @@ def trace_job(
             reads=reads,
             takes_gradients=True,
             treated=treated,
+            watch=watch,
         )
     by_category = _before(trace)
-    script = Script(_stream(trace, names, Phase.FORWARD), _stream(trace, names, Phase.BACKWARD))
+    script = Script(_stream(trace, names, Phase.FORWARD), _stream(trace, names, Phase.BACKWARD), watch.partial)
     updates, turns = updates_and_turns(specs, options, homes)
     spans = {
         "shard": options.device.spread(options.shard_ranks, options.tensor),
@@ -192,6 +196,7 @@ def trace_job(
         host_ranks=options.node_processes,
         is_early=options.is_filed,
         turns=turns,
+        no_sync=options.no_sync,
     )
     flops = sum(cost.flops for order, cost in trace.kernels if trace.phase_at(order) is Phase.FORWARD)
     return Traced(
@@ -317,68 +322,33 @@ def _before(trace: Trace) -> Mapping[Category, int]:
 
 
 def _stream(trace: Trace, numbers: Mapping[str, int], phase: Phase) -> tuple[tuple[int, Instruction], ...]:
-    """Return the events of one phase, in order: instructions with their units, with "need" and "leave" between them."""
+    """Return the events of one phase, in order: instructions with their units, and the marks between them."""
     start = next((event.order for event in trace.events if event.phase is phase), 0)
-    runs = _runs(trace, numbers, phase)
+    stop = max((event.order for event in trace.events if event.phase is phase), default=-1) + 1
     marks: dict[int, list[tuple[int, Instruction]]] = {}
-    for unit, first, stop in runs:
-        marks.setdefault(first, []).append((unit, Instruction("need", "")))
-        marks.setdefault(stop, []).insert(0, (unit, Instruction("leave", "")))
+    for one in trace.marks:
+        order = min(max(one.order, start), stop)
+        if isinstance(one, Landed) and phase is Phase.BACKWARD:
+            land = Instruction("land", one.parameter, one.storage, one.nbytes, is_alone=one.is_alone)
+            marks.setdefault(order, []).append((ROOT, land))
+        elif isinstance(one, Marked) and phase is one.phase:
+            marks.setdefault(order, []).append(mark(*one.mark))
     kernels: dict[int, list[Instruction]] = {}
     for order, cost in trace.kernels:
         kernels.setdefault(order, []).append(Instruction("run", "", cost=cost))
     for order, exchange in trace.exchanges:
         kernels.setdefault(order, []).append(Instruction("exchange", exchange.kind, exchange=exchange))
-    stop = max((event.order for event in trace.events if event.phase is phase), default=-1) + 1
-    found: list[tuple[int, Instruction]] = []
-    owners = _owners(runs, start, stop)
-    landed: dict[int, list[Landed]] = {}
-    for gradient in trace.landed if phase is Phase.BACKWARD else ():
-        landed.setdefault(min(gradient.order, stop), []).append(gradient)
+    names, found = frozenset(numbers), list[tuple[int, Instruction]]()
     for order in range(start, stop + 1):
-        for one in landed.get(order, []):
-            land = Instruction("land", one.parameter, one.storage, one.nbytes, is_alone=one.is_alone)
-            found.append((owners.get(order - 1, ROOT), land))
         found += marks.get(order, [])
         if order == stop:
             break
-        unit, event = owners.get(order, ROOT), trace.events[order]
-        found += [(unit, one) for one in kernels.get(order, []) if event.phase is phase]
-        if event.phase is phase and event.nbytes and event.category not in _STAYS:
-            found += [(unit, one) for one in _happened(event)]
+        event = trace.events[order]
+        if event.phase is not phase:
+            continue
+        unit = numbers.get(unit_of(event.module, names), ROOT)
+        found += [(unit, one) for one in kernels.get(order, [])]
+        if event.nbytes and event.category not in _STAYS:
+            kind = "make" if event.nbytes > 0 else "drop"
+            found.append((unit, Instruction(kind, event.operation, event.storage, abs(event.nbytes))))
     return tuple(found)
-
-
-def _happened(event: Event) -> Iterable[Instruction]:
-    return [Instruction("make" if event.nbytes > 0 else "drop", event.operation, event.storage, abs(event.nbytes))]
-
-
-def _runs(trace: Trace, numbers: Mapping[str, int], phase: Phase) -> list[tuple[int, int, int]]:
-    """Return the uses of units: (unit, first event, first event after it); adjacent uses are merged."""
-    spans = sorted(
-        (span.start, span.stop, numbers[span.unit])
-        for span in trace.spans
-        if span.phase is phase and span.unit in numbers
-    )
-    if phase is Phase.BACKWARD:
-        # A unit is in use from its first operation to its last, including other modules between them.
-        ends: dict[int, tuple[int, int]] = {}
-        for start, stop, unit in spans:
-            first, _ = ends.get(unit, (start, stop))
-            ends[unit] = first, stop
-        return [(unit, start, stop) for unit, (start, stop) in ends.items()]
-    found: list[tuple[int, int, int]] = []
-    for start, stop, unit in spans:
-        if found and found[-1][0] == unit:
-            found[-1] = unit, found[-1][1], max(stop, found[-1][2])
-        else:
-            found.append((unit, start, stop))
-    return found
-
-
-def _owners(runs: Sequence[tuple[int, int, int]], start: int, stop: int) -> Mapping[int, int]:
-    """Return the innermost unit of each event."""
-    found: dict[int, int] = {}
-    for unit, first, last in sorted(runs, key=lambda run: run[1] - run[2]):
-        found.update(dict.fromkeys(range(max(first, start), min(last, stop)), unit))
-    return found

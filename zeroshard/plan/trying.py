@@ -13,7 +13,7 @@ from zeroshard.describe.treatments import activations_of
 from zeroshard.plan.job import Options, check_options, check_shape, job_of_shape, outside_bytes_of
 from zeroshard.plan.result import Change, Plan, Verdict, verdict_of
 from zeroshard.plan.shape.shapes import Transformer
-from zeroshard.plan.step.film import make_film
+from zeroshard.plan.step.simulate import make_film
 from zeroshard.table.activations import Recomputed
 from zeroshard.table.stages import STAGES
 

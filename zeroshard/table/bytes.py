@@ -1,7 +1,7 @@
 """Predicted bytes: held between steps, held at the peak of a step, and sent.
 
-Owns the sums over units. `table/spec.py` says what each bucket keeps, `table/schedule.py` which units are gathered at
-once, `table/wires.py` which buffers a reduction takes. `account/accounting.py` has the measured bytes.
+Owns the sums over units. `table/spec.py` says what each bucket keeps, `table/step.py` which units are gathered at once,
+`table/wires.py` which buffers a reduction takes. `account/accounting.py` has the measured bytes.
 
 Source: Rajbhandari et al. 2020, sections 5 and 7.
 """
@@ -12,11 +12,12 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Final, final
 
-from zeroshard.table import schedule
 from zeroshard.table.cells import DEVICE, Cell
 from zeroshard.table.owners import plan_rounds
 from zeroshard.table.pool import Buffer, Buffers
+from zeroshard.table.schedule import ROOT
 from zeroshard.table.spec import BucketSpec, UnitSpec, itemsize
+from zeroshard.table.step import plain_uses, steady_passes
 from zeroshard.table.wires import Wire
 
 __all__ = [
@@ -199,31 +200,36 @@ def _transient_bytes(
         wide_bytes: bytes of masters during an update in another dtype, when no unit is gathered.
         exchanged: the parameters of each optimizer that are sent to owners.
     """
-    full = tuple(unit.full_bytes for unit in units)
-    whole = wide_bytes
-    for record, marks in schedule.plain_marks(len(units), frozenset(u.number for u in units if u.is_held)):
-        whole = max(whole, schedule.peak_units(schedule.replay(record, marks), full, record.carried))
-    if all(bucket.layout.world_size == 1 for unit in units for bucket in unit.buckets):
-        return whole
-    pool, root, others = _Counted(), units[0], list(reversed(units[1:]))
-    most_bytes = -1
+    uses, pool, most_bytes = plain_uses(len(units)), _Counted(), -1
+    forward, backward = steady_passes(units, uses)
+    steps = [*zip(uses.forward, forward.actions, strict=True), *zip(uses.backward, backward.actions, strict=True)]
+    is_alone = all(bucket.layout.world_size == 1 for unit in units for bucket in unit.buckets)
     while pool.most_bytes > most_bytes:  # the order of free buffers may differ in a later step
         most_bytes = pool.most_bytes
-        # The gradients of the root arrive first and are reduced last.
-        of_root = pool.land(root)
+        landed: dict[int, list[Buffer]] = {}
         before: list[Buffer] = []
-        for unit in [*others, root]:
-            taken = of_root if unit is root else pool.land(unit)
-            pool.note(unit.landing_bytes * wire.lands_together)
-            pool.give(before)  # a reduction starts after the previous reduction is finished
-            before = taken + [pool.take(*wanted) for bucket in unit.reduced for wanted in wire.reduction(bucket)]
-            if wire.is_in_place:
-                pool.give(before)
-                before = []
+        for (mark, number), actions in steps:
+            if mark == "land" and not is_alone:
+                # The gradients of the root arrive first and are reduced last.
+                for unit in (ROOT, number):
+                    landed[unit] = landed[unit] if unit in landed else pool.land(units[unit])
+                pool.note(units[number].landing_bytes * wire.lands_together)
+            for kind, unit in actions:
+                if kind != "reduce":
+                    pool.hold(units[unit].full_bytes * (1 if kind == "gather" else -1))
+                elif not is_alone:
+                    pool.give(before)  # a reduction starts after the previous reduction is finished
+                    buffers = [pool.take(*wanted) for b in units[unit].reduced for wanted in wire.reduction(b)]
+                    before = landed[unit] + buffers
+                    if wire.is_in_place:
+                        pool.give(before)
+                        before = []
         pool.give(before)
+        pool.hold(wide_bytes)
         for one in exchanged:
             pool.exchange(one)
-    return whole + pool.most_bytes
+        pool.hold(-wide_bytes)
+    return pool.most_bytes
 
 
 @final
@@ -253,6 +259,11 @@ class _Counted:
                 self.give(present[:2] + before)
                 before, present = present[2:], ahead
         self.give(present[:2] + before + present[2:])
+
+    def hold(self, nbytes: int) -> None:
+        """Hold more bytes in addition to the buffers, or fewer."""
+        self._now += nbytes
+        self.note(0)
 
     def note(self, nbytes: int) -> None:
         """Count bytes that are held briefly in addition to the buffers."""

@@ -26,9 +26,9 @@ __all__ = [
     "Schedule",
     "WINDOW",
     "hoist",
-    "peak_units",
     "plain_marks",
     "replay",
+    "replay_each",
 ]
 
 ROOT = 0
@@ -190,23 +190,29 @@ def replay(record: Record, marks: Iterable[Mark]) -> list[Action]:
     Raises:
         ValueError: a mark requests a unit that is not in the record.
     """
+    return [action for actions in replay_each(record, marks) for action in actions]
+
+
+def replay_each(record: Record, marks: Iterable[Mark]) -> list[list[Action]]:
+    """Return the actions of each mark of a pass, as `replay` returns those of all marks."""
     marks = list(marks)
-    schedule = Schedule(record, lambda unit: ("land", unit) not in marks)
-    actions: list[Action] = []
+    landing = {unit for kind, unit in marks if kind == "land"}
+    schedule = Schedule(record, lambda unit: unit not in landing)
+    found: list[list[Action]] = []
     for kind, unit in marks:
         match kind:
             case "need":
                 due = schedule.need(unit)
                 if due is None:
                     raise ValueError(f"unit {unit} is needed but not recorded; the record is {record.requests}.")
-                actions += due
+                found.append(due)
             case "leave":
-                actions += schedule.leave(unit)
+                found.append(schedule.leave(unit))
             case "land":
-                actions += schedule.land(unit)
+                found.append(schedule.land(unit))
             case "close":
-                actions += schedule.close()
-    return actions
+                found.append(schedule.close())
+    return found
 
 
 def plain_marks(
@@ -251,17 +257,3 @@ def hoist(requests: Sequence[Request]) -> tuple[Request, ...]:
             ordered += [request, *waiting]
             waiting = []
     return tuple(ordered + waiting)
-
-
-def peak_units(actions: Iterable[Action], full_bytes: tuple[int, ...], carried: Iterable[int] = ()) -> int:
-    """Return the peak bytes of gathered units while `actions` run.
-
-    Args:
-        full_bytes: bytes of each gathered unit.
-        carried: units that are gathered before the first action.
-    """
-    now = peak = sum(full_bytes[unit] for unit in carried)
-    for kind, unit in actions:
-        now += {"gather": full_bytes[unit], "release": -full_bytes[unit], "reduce": 0}[kind]
-        peak = max(peak, now)
-    return peak

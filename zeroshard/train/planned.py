@@ -60,6 +60,7 @@ def plan_run(config: Config) -> tuple[zs.Plan, bool]:
         precision=train.precision,
         offload=zero.offload or None,
         micro_batches=train.accumulation,
+        no_sync=zero.no_sync,
         inputs=inputs,
         optimizer="momentum" if train.optimizer == "sgd" and train.beta1 else train.optimizer,
         fused=train.optimizer in ("adamw", "sgd"),

@@ -12,16 +12,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
-from typing import Final, NamedTuple, final
+from typing import Final, final
 
 from zeroshard.plan.machine.hardware import Cost, Device
+from zeroshard.plan.step.clock import Clock
+from zeroshard.plan.step.storages import Storages
 from zeroshard.table.bytes import Owned
 from zeroshard.table.owners import plan_rounds
 from zeroshard.table.pool import Buffer
 from zeroshard.table.spec import itemsize
 from zeroshard.table.whole import Matrix
 
-__all__ = ["Hands", "KINDS", "Turn", "play", "shown_ranks", "turns_of"]
+__all__ = ["KINDS", "Turn", "play", "shown_ranks", "turns_of"]
 
 Shape = tuple[int, ...]
 NEWTON_SCHULZ_STEPS: Final = 5
@@ -188,36 +190,18 @@ def _held_bytes(matrices: Sequence[Matrix]) -> int:
     return converted + max((KINDS[one.kind].passing_bytes(one.shape) for one in matrices), default=0)
 
 
-class Hands(NamedTuple):
-    """The effects of an update on memory and lanes of the simulated rank.
-
-    `take` and `give` are for pooled buffers (elements and dtype); `hold` and `drop` for other memory. `compute` runs
-    for some seconds, and `wait` waits until a time. `send` exchanges matrices: its arguments are a label, the maximum
-    bytes of a rank in each message, and the earliest start; it returns the end. `now` is the time.
-    """
-
-    take: Callable[[int, str], Buffer]
-    give: Callable[[Sequence[Buffer]], None]
-    hold: Callable[[int], int]
-    drop: Callable[[int], None]
-    compute: Callable[[str, float], None]
-    wait: Callable[[str, float], None]
-    send: Callable[[str, Sequence[int], float], float]
-    now: Callable[[], float]
-
-
-def play(turns: Sequence[Turn], hands: Hands, update_slices: Callable[[], None]) -> None:
+def play(turns: Sequence[Turn], clock: Clock, storages: Storages, update_slices: Callable[[], None]) -> None:
     """Simulate an update: of slices first, then turn by turn, in the order of `update/pieces.py`.
 
     Args:
         update_slices: updates parameters that are not updated as a whole; the same on all ranks.
     """
     clocks = [0.0] * max((len(one.update_s) for one in turns), default=1)
-    queue = [_Piece(one, hands, clocks) for one in turns]
+    queue = [_Piece(one, clock, storages, clocks) for one in turns]
     for piece in queue[:1]:
         piece.start()
     update_slices()
-    clocks[:] = [hands.now()] * len(clocks)
+    clocks[:] = [clock.now_s] * len(clocks)
     for place, piece in enumerate(queue):
         if place + 1 < len(queue):
             queue[place + 1].start()
@@ -232,39 +216,41 @@ def play(turns: Sequence[Turn], hands: Hands, update_slices: Callable[[], None])
 class _Piece:
     """A turn during the simulation, in the steps of `update/exchange.py`."""
 
-    def __init__(self, turn: Turn, hands: Hands, clocks: list[float]) -> None:
-        self._turn, self._hands, self._clocks = turn, hands, clocks
+    def __init__(self, turn: Turn, clock: Clock, storages: Storages, clocks: list[float]) -> None:
+        self._turn, self._clock, self._storages, self._clocks = turn, clock, storages, clocks
         self._buffers: list[Buffer] = []
         self._there_s = self._back_s = 0.0
 
     def start(self) -> None:
         """Allocate the buffers, and send gradients and values to the owners."""
-        turn, hands = self._turn, self._hands
+        take, what = self._storages.take, "matrices on their way"
         # An empty exchange also takes a buffer.
-        self._buffers = [hands.take(max(1, numel), dtype) for dtype in turn.dtypes for numel in turn.numels]
-        self._there_s = self._send("matrices to their owners", turn.dtypes)
+        self._buffers = [
+            take(max(1, numel), dtype, "", what) for dtype in self._turn.dtypes for numel in self._turn.numels
+        ]
+        self._there_s = self._send("matrices to their owners", self._turn.dtypes)
 
     def _send(self, what: str, dtypes: Sequence[str]) -> float:
         if not self._turn.numels:
             return 0.0
-        nbytes = [self._turn.most_numel * itemsize(dtype) for dtype in dtypes]
-        return self._hands.send(what, nbytes, max(self._clocks))
+        works = [("all-to-all", self._turn.most_numel * itemsize(dtype), "shard") for dtype in dtypes]
+        return self._clock.collect("gather", what, works, not_before_s=max(self._clocks))
 
     def update(self) -> None:
         """Wait for the matrices, update, and start to send new values back."""
-        turn, hands = self._turn, self._hands
-        hands.wait("matrices", self._there_s)
-        hands.give(self._buffers[:1])
-        held = hands.hold(turn.held_bytes)
-        hands.compute("update of matrices", turn.update_s[turn.rank])
+        turn, storages = self._turn, self._storages
+        self._clock.wait("matrices", self._there_s)
+        storages.give(self._buffers[:1])
+        held = storages.make(turn.held_bytes, "transient", "", "the optimizer's kernels")
+        self._clock.compute("update of matrices", turn.update_s[turn.rank])
         for rank, took_s in enumerate(turn.update_s):
             self._clocks[rank] = max(self._clocks[rank], self._there_s) + took_s
-        hands.drop(held)
-        hands.give(self._buffers[1:2])
+        storages.drop(held)
+        storages.give(self._buffers[1:2])
         self._back_s = self._send("matrices from their owners", turn.dtypes[1:])
 
     def close(self) -> None:
         """Wait for the new values."""
-        self._hands.wait("new values of matrices", self._back_s)
+        self._clock.wait("new values of matrices", self._back_s)
         self._clocks[:] = [max(clock, self._back_s) for clock in self._clocks]
-        self._hands.give(self._buffers[2:])
+        self._storages.give(self._buffers[2:])

@@ -22,8 +22,9 @@ from typing import final
 
 from zeroshard.plan.machine.hardware import Cost
 from zeroshard.plan.shape.tape import Exchange
+from zeroshard.table.schedule import Mark
 
-__all__ = ["Category", "Event", "Landed", "Peak", "Phase", "Saved", "Span", "Trace", "UnitBytes"]
+__all__ = ["Category", "Event", "Landed", "Marked", "Peak", "Phase", "Saved", "Span", "Trace", "UnitBytes"]
 
 
 @final
@@ -132,6 +133,20 @@ class Landed:
 
 
 @final
+@dataclass(frozen=True, slots=True)
+class Marked:
+    """A mark of `table/schedule.py`: a unit is needed, or left, or has all of its gradients; or the pass closes.
+
+    Args:
+        order: index of the first event after it.
+    """
+
+    order: int
+    phase: Phase
+    mark: Mark
+
+
+@final
 @dataclass(frozen=True)
 class Peak:
     """The time of the most live bytes.
@@ -184,7 +199,7 @@ class Trace:
         edges: (bytes of inputs, bytes of outputs) of each unit that ran.
         personality: name of the traced kernels.
         kernels: (index of the first event after it, cost) of each operation that computes or copies.
-        landed: gradients taken from their parameters, in order; empty if they stay there.
+        marks: gradients taken from their parameters, and uses of units, in order; empty if they are not observed.
         exchanges: (index of the first event after it, collective) of each collective among the step's operations.
     """
 
@@ -195,7 +210,7 @@ class Trace:
     edges: Mapping[str, tuple[int, int]]
     personality: str
     kernels: Sequence[tuple[int, Cost]] = ()
-    landed: Sequence[Landed] = ()
+    marks: Sequence[Landed | Marked] = ()
     exchanges: Sequence[tuple[int, Exchange]] = ()
 
     @cached_property

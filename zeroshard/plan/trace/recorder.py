@@ -32,8 +32,9 @@ from torch.utils.flop_counter import flop_registry
 
 from zeroshard.plan.machine.hardware import Cost
 from zeroshard.plan.shape.tape import Exchange
-from zeroshard.plan.trace.events import Category, Event, Landed, Phase, Saved, Span, Trace, unit_of
+from zeroshard.plan.trace.events import Category, Event, Landed, Marked, Phase, Saved, Span, Trace, unit_of
 from zeroshard.plan.trace.personality import Personality, exchange_of, is_wait
+from zeroshard.table.schedule import Mark
 from zeroshard.torch_private import (
     DispatchMode,
     count_users,
@@ -128,7 +129,7 @@ class Recorder(DispatchMode):
         self._spans: list[Span] = []
         self._edges: dict[str, tuple[int, int]] = {}
         self._kernels: list[tuple[int, Cost]] = []
-        self._landed: list[Landed] = []
+        self._marks: list[Landed | Marked] = []
         self._exchanges: list[tuple[int, Exchange]] = []
         self._names: dict[int, str] = {}
 
@@ -197,7 +198,7 @@ class Recorder(DispatchMode):
             MappingProxyType(dict(self._edges)),
             self.kernels.name,
             tuple(self._kernels),
-            tuple(self._landed),
+            tuple(self._marks),
             tuple(self._exchanges),
         )
 
@@ -349,6 +350,10 @@ class Recorder(DispatchMode):
         """Record a collective along the tensor axis."""
         self._exchanges.append((len(self._events), exchange))
 
+    def mark(self, mark: Mark) -> None:
+        """Record a use of a unit."""
+        self._marks.append(Marked(len(self._events), self.phase, mark))
+
     def _is_sum_in_place(self, first: Tensor, second: Tensor) -> bool:
         """Return whether autograd would add a gradient to another in place if they were not fake."""
         users = count_users(first)
@@ -425,7 +430,7 @@ class Recorder(DispatchMode):
         if self._takes_gradients and number is not None:
             is_alone = grad.stride() == parameter_part.stride() and grad.untyped_storage().nbytes() == grad.nbytes
             is_alone = is_alone and users_of_storage(grad) == 1
-            self._landed.append(Landed(len(self._events), self._names[id(parameter)], number, grad.nbytes, is_alone))
+            self._marks.append(Landed(len(self._events), self._names[id(parameter)], number, grad.nbytes, is_alone))
             parameter.grad = None
 
 

@@ -17,6 +17,7 @@ from zeroshard.plan.trace.fake import Fakes, exchanged
 from zeroshard.plan.trace.personality import PERSONALITIES
 from zeroshard.plan.trace.recorder import Recorder, unreadable
 from zeroshard.plan.trace.treated import Treated
+from zeroshard.plan.trace.uses import UnitWatch
 from zeroshard.torch_checks import check_tracing
 from zeroshard.torch_private import (
     fake_errors,
@@ -42,6 +43,7 @@ def trace_step(
     reads: Callable[[Tensor], bool | int | float] | None = None,
     takes_gradients: bool = False,
     treated: Treated | None = None,
+    watch: UnitWatch | None = None,
 ) -> Trace:
     """Run training steps of a model on tensors without memory, and return the allocations.
 
@@ -61,8 +63,9 @@ def trace_step(
         reads: called with a tensor of one element whose value the model reads, returns the value. Optimizers read 1
             from their step counters.
         takes_gradients: whether gradients are taken from their parameters when they are complete, as in the engine;
-            `Trace.landed` has the times. There are no updates then.
+            `Trace.marks` has the times. There are no updates then.
         treated: the treatments of tensors saved for the backward.
+        watch: observes the uses of units in a step of one micro-batch; they are in `Trace.marks`.
 
     Raises:
         ValueError: the model has no such unit, the personality is unknown, or a count is below 1.
@@ -96,13 +99,16 @@ def trace_step(
         fakes.forget_storages()
         recorder.begin(model, find(given, Tensor))
         stack.callback(recorder.end)
+        if watch is not None:
+            watch.begin(model, recorder.mark)
+            stack.callback(watch.end)
         stack.enter_context(recorder)
         recorder.calibrate()
         if split_parameters(model):
             stack.enter_context(while_inferring(recorder.pause))
         stack.enter_context(kernels.rewriting())
         try:
-            made = _run(recorder, step, model, given, optimizer, micro_batches, steps, treated)
+            made = _run(recorder, step, model, given, optimizer, micro_batches, steps, treated, watch)
         except fake_errors() as error:
             raise unreadable(recorder.module, str(error)) from error
         trace = recorder.result()
@@ -119,6 +125,7 @@ def _run(
     micro_batches: int,
     steps: int,
     treated: Treated | None,
+    watch: UnitWatch | None,
 ) -> torch.optim.Optimizer | None:
     """Run the steps and return the optimizer."""
     optimizer = make(model.parameters()) if make is not None else None
@@ -126,7 +133,7 @@ def _run(
         recorder.kernels.prepare(optimizer)
     for _ in range(steps):
         for _ in range(micro_batches):
-            _pass(recorder, step, model, inputs, treated)
+            _pass(recorder, step, model, inputs, treated, watch)
         recorder.phase = Phase.UPDATE
         if optimizer is not None:
             optimizer.step()
@@ -138,13 +145,29 @@ def _run(
 
 
 def _pass(
-    recorder: Recorder, step: Callable[..., Tensor], model: nn.Module, inputs: tuple[Any, ...], treated: Treated | None
+    recorder: Recorder,
+    step: Callable[..., Tensor],
+    model: nn.Module,
+    inputs: tuple[Any, ...],
+    treated: Treated | None,
+    watch: UnitWatch | None,
 ) -> None:
     """Run one forward and its backward."""
     recorder.phase = Phase.FORWARD
-    hooks = torch.autograd.graph.saved_tensors_hooks(recorder.packed, lambda packed: packed)
+
+    def pack(tensor: Tensor) -> Any:
+        unit = watch.unit_of(tensor) if watch is not None else None
+        return unit, recorder.packed(tensor)
+
+    def unpack(packed: tuple[int | None, Tensor]) -> Tensor:
+        unit, tensor = packed
+        if watch is not None and unit is not None:
+            watch.unpack(unit)
+        return tensor
+
+    hooks = torch.autograd.graph.saved_tensors_hooks(pack, unpack)
     if treated is not None:
-        treated.watch(recorder)
+        treated.begin(recorder, watch)
         hooks = treated.context()
     with torch.enable_grad(), hooks:
         loss = step(model, *inputs)
@@ -155,3 +178,5 @@ def _pass(
     recorder.phase = Phase.BACKWARD
     # `loss.backward()` would leave the mode that rewrites functions, and the mode would not see a recomputation.
     run_backward(loss)
+    if watch is not None:
+        watch.end_backward()

@@ -23,6 +23,7 @@ from zeroshard.describe.selection import recomputed_modules
 from zeroshard.describe.units import UnitPlan
 from zeroshard.plan.shape.tape import Exchange
 from zeroshard.plan.trace.recorder import Recorder
+from zeroshard.plan.trace.uses import UnitWatch
 from zeroshard.store.bus import Bus, Transfer
 from zeroshard.table.activations import Activations, Compressed, Offloaded, Partitioned
 from zeroshard.table.schedule import ROOT
@@ -55,6 +56,7 @@ class Treated(Saved):
         zeros: float | None,
     ) -> None:
         self._recorder: Recorder | None = None
+        self._watch: UnitWatch | None = None
         self._under_way: list[tuple[int, ...]] = []
         self._compressions: list[Compress] = []
 
@@ -87,25 +89,31 @@ class Treated(Saved):
         """Whether a tensor counts as uncompressed although the result depends on values."""
         return any(one.has_bounds for one in self._compressions)
 
-    def watch(self, recorder: Recorder) -> None:
-        """Set the recorder of the next trace."""
-        self._recorder = recorder
+    def begin(self, recorder: Recorder, watch: UnitWatch | None) -> None:
+        """Set what the next trace is recorded by, and what observes its units."""
+        self._recorder, self._watch = recorder, watch
 
     def place_of(self, tensor: Tensor) -> None:
         """Return None: recomputations are not compared."""
 
     def pack(self, tensor: Tensor) -> Any:
-        """Return a box; for a tensor of the model, or one saved in a backward, the tensor."""
+        """Return a box; for a tensor of the model, or one saved in a backward, its unit and the tensor."""
         assert self._recorder is not None
         self._recorder.packed(tensor)
         if self._recorder.is_of_model(tensor) or graph_task() != -1:
-            return tensor.detach()
+            return None if self._watch is None else self._watch.unit_of(tensor), tensor.detach()
         return self.box(tensor, is_called_by_checkpoint(), ())
 
     def unpack(self, packed: Any) -> Tensor:
         """Return the tensor."""
-        found: Tensor = packed if isinstance(packed, Tensor) else packed.value
-        return found if isinstance(packed, Tensor) or packed.treatment is None else packed.treatment.restore(packed)
+        found: Tensor
+        if isinstance(packed, tuple):
+            unit, found = packed
+            if self._watch is not None and unit is not None:
+                self._watch.unpack(unit)
+            return found
+        found = packed.value if packed.treatment is None else packed.treatment.restore(packed)
+        return found
 
     def _unit(self) -> int:
         return next((units[-1] for units in reversed(self._under_way) if units), ROOT)

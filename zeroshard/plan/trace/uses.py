@@ -1,8 +1,8 @@
-"""The order in which a model uses its units, determined by one forward and backward on tensors without memory.
+"""The order in which a traced model uses its units.
 
-Owns the observation of modules, gradients and saved tensors of that run. It must not know the engine: it reimplements
-the observations of the engine's hooks, so a test that compares both can fail. `plan/trace/step_events.py` makes events
-of the uses. Read `describe/units.py` first.
+Owns the observation of modules, gradients and saved parameters of one forward and backward on tensors without memory.
+It must not know the engine: it reimplements the observations of the engine's hooks, so a test that compares both can
+fail. `table/step.py` has the actions that follow from the uses. Read `describe/units.py` first.
 
 Note: what tells of a use
     Forward: a module with parameters of a unit starts, and ends. Backward: the use starts when the gradient of an
@@ -13,7 +13,6 @@ Note: what tells of a use
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from functools import partial
 from typing import Any, final
 
@@ -22,113 +21,66 @@ from torch import Tensor, nn
 
 from zeroshard.describe.selection import recomputed_modules
 from zeroshard.describe.units import UnitPlan
-from zeroshard.plan.trace.fake import Fakes, exchanged
-from zeroshard.plan.trace.step_events import Uses
 from zeroshard.table.activations import Activations
 from zeroshard.table.schedule import ROOT, Mark
-from zeroshard.torch_checks import check_tracing
-from zeroshard.torch_private import (
-    accumulator_of,
-    fake_errors,
-    fake_tensors,
-    graph_task,
-    run_backward,
-    storage_of,
-    will_run,
-)
+from zeroshard.torch_private import accumulator_of, graph_task, local_of, storage_of, will_run
 from zeroshard.tree import find
 
-__all__ = ["trace_uses"]
-
-
-def trace_uses(
-    step: Callable[..., Tensor],
-    model: nn.Module,
-    inputs: Sequence[Any],
-    plans: Sequence[UnitPlan],
-    *,
-    activations: Activations | None = None,
-) -> Uses:
-    """Return the uses of units in a forward and a backward of a model, without computing; the model does not change.
-
-    Args:
-        step: called with the model and the inputs, returns the loss; it runs the model once.
-        model: with parameters on any device, including "meta".
-        inputs: tensors on any device, or containers of tensors.
-        plans: the model's units, as from `plan_units`.
-        activations: the treatment of activations, which determines the modules that run again in the backward.
-
-    Raises:
-        ValueError: `step` does not run the model exactly once, or modules are recomputed in segments, which have
-            another order.
-        RuntimeError: the model reads values of tensors.
-    """
-    check_tracing()
-    modules = recomputed_modules(activations or Activations(), plans)
-    if any(how.every != 1 for _, how in modules):
-        raise ValueError(
-            f"activations={activations} recomputes segments of several modules; uses are known only for every=1. Pass "
-            "your own uses to plan.passes.step_events()."
-        )
-    again = {module for module, _ in modules}
-    recomputed = {
-        number for number, plan in enumerate(plans) if any(block in again for block in plan.blocks or (plan.module,))
-    }
-    with ExitStack() as stack:
-        stack.enter_context(fake_tensors())
-        fakes = Fakes()
-        stack.enter_context(exchanged(model, fakes))
-        given = fakes.of_all(tuple(inputs))
-        watch = _Watch(model, plans, {id(p): fakes.of(p) for plan in plans for _, p in plan.parameters}, recomputed)
-        stack.callback(watch.end)
-        try:
-            with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(watch.pack, watch.unpack):
-                loss = step(model, *given)
-            run_backward(loss)
-        except fake_errors() as error:
-            raise RuntimeError(
-                f"A trace has no values, but the model reads some ({error}), and the units that it uses may depend on "
-                "them. Pass your own uses to plan.passes.step_events()."
-            ) from error
-        return watch.result()
+__all__ = ["UnitWatch"]
 
 
 @final
-class _Watch:
-    """Observes modules, gradients and saved parameters of one forward and backward.
+class UnitWatch:
+    """Observes the uses of units.
 
     Args:
-        fakes: the fake copy of each parameter, by identity.
-        recomputed: units whose modules run again in the backward.
+        plans: the model's units, as from `plan_units`.
+        twins: the module of the traced model for each module of the plans.
+        activations: the treatment of activations, which determines the modules that run again in the backward.
     """
 
     def __init__(
-        self, model: nn.Module, plans: Sequence[UnitPlan], fakes: Mapping[int, Tensor], recomputed: set[int]
+        self, plans: Sequence[UnitPlan], twins: Mapping[nn.Module, nn.Module], activations: Activations
     ) -> None:
-        self._model, self._recomputed = model, recomputed
-        self._parameters = [[fakes[id(p)] for _, p in plan.parameters] for plan in plans]
+        again = {module for module, _ in recomputed_modules(activations, plans)}
+        self._recomputed = {
+            number
+            for number, plan in enumerate(plans)
+            if any(block in again for block in plan.blocks or (plan.module,))
+        }
+        self._entries: dict[nn.Module, tuple[int, ...]] = {twins[plans[ROOT].module]: ()}
+        for number, plan in enumerate(plans):
+            for module in plan.entries:
+                self._entries[twins[module]] = (*self._entries.get(twins[module], ()), number)
+        self._names = [[name for name, _ in plan.parameters] for plan in plans]
+        self._parameters: list[list[Tensor]] = []
         self._joined = {number for number, plan in enumerate(plans) if plan.blocks}
-        self._by_storage = {storage_of(p): number for number, own in enumerate(self._parameters) for p in own}
-        self._forward: list[Mark] = []
-        self._backward: list[Mark] = []
+        self._by_storage: dict[int, int] = {}
+        self._note: Callable[[Mark], None] = lambda mark: None
         self._stack: list[nn.Module] = []
-        self._runs = 0
+        self._has_begun_backward = False
         self._between: int | None = None
         self._users: Counter[int] = Counter()
         self._calls: Counter[int] = Counter()
         self._hinted: set[int] = set()
         self._landed: dict[int, set[int]] = {number: set() for number in range(len(plans))}
         self._hooks: list[Any] = []
-        entries: dict[nn.Module, tuple[int, ...]] = {model: ()}
-        for number, plan in enumerate(plans):
-            for module in plan.entries:
-                entries[module] = (*entries.get(module, ()), number)
-        for module, units in entries.items():
+
+    def begin(self, model: nn.Module, note: Callable[[Mark], None]) -> None:
+        """Register hooks on a model whose parameters have no memory.
+
+        Args:
+            note: called with each mark, in order.
+        """
+        own = dict(model.named_parameters(remove_duplicate=False))
+        self._note, self._parameters = note, [[own[name] for name in names] for names in self._names]
+        self._by_storage = {storage_of(local_of(p)): n for n, some in enumerate(self._parameters) for p in some}
+        for module, units in self._entries.items():
             enter, leave = partial(self._enter, units), partial(self._leave, units)
             self._hooks.append(module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
             self._hooks.append(module.register_forward_hook(leave, always_call=True))
-        for number, own in enumerate(self._parameters):
-            for parameter in own:
+        for number, some in enumerate(self._parameters):
+            for parameter in some:
                 if parameter.requires_grad:
                     self._hooks.append(parameter.register_post_accumulate_grad_hook(partial(self._land, number)))
 
@@ -137,16 +89,14 @@ class _Watch:
         for hook in self._hooks:
             hook.remove()
 
-    def result(self) -> Uses:
-        """Return the observed uses.
+    def end_backward(self) -> None:
+        """Note the end of the backward."""
+        self._note(("close", ROOT))
 
-        Raises:
-            ValueError: the model did not run exactly once.
-        """
-        if self._runs != 1:
-            raise ValueError(f"step must run the model once; it ran {self._runs} times.")
-        partly = {number for number, landed in self._landed.items() if landed and not self._has_all(number)}
-        return Uses(tuple(self._forward), (*self._backward, ("close", ROOT)), frozenset(partly))
+    @property
+    def partial(self) -> frozenset[int]:
+        """Units that got some of their gradients, but not all."""
+        return frozenset(n for n, landed in self._landed.items() if landed and not self._has_all(n))
 
     # -- forward ------------------------------------------------------------------------------------------------------
 
@@ -156,14 +106,13 @@ class _Watch:
                 self._need(number)
                 self._recomputed.add(number)
             return
-        self._runs += not self._stack
         self._stack.append(module)
         between, self._between = self._between, None
         if between is not None and between not in units:
-            self._forward.append(("leave", between))
+            self._note(("leave", between))
         inputs = [one for one in find((args, kwargs), Tensor) if one.requires_grad and one.grad_fn is not None]
         for number in units:
-            self._forward.append(("need", number))
+            self._note(("need", number))
             self._users[number] += 1
             self._calls[number] += 1
         targets = [number for number in units if number != ROOT]
@@ -182,34 +131,33 @@ class _Watch:
             if not self._users[number] and number in self._joined and self._stack:
                 self._between = number
             elif not self._users[number]:
-                self._forward.append(("leave", number))
+                self._note(("leave", number))
         targets = [number for number in units if number != ROOT]
         for tensor in find(output, Tensor):
             if targets and tensor.requires_grad and tensor.grad_fn is not None:
                 tensor.register_hook(partial(self._begin_calls, targets))
         if not self._stack:
-            self._forward.append(("close", ROOT))
-
-    def pack(self, tensor: Tensor) -> tuple[Tensor, int | None]:
-        """Return a tensor that autograd saves with its unit, or None."""
-        return tensor, self._by_storage.get(storage_of(tensor)) if tensor.layout is torch.strided else None
+            self._note(("close", ROOT))
 
     # -- backward -----------------------------------------------------------------------------------------------------
 
-    def unpack(self, packed: tuple[Tensor, int | None]) -> Tensor:
-        """Record that the backward reads a saved tensor."""
-        tensor, number = packed
-        if number is not None and graph_task() != -1:
+    def unit_of(self, tensor: Tensor) -> int | None:
+        """Return the unit of a parameter whose memory a tensor shares."""
+        return self._by_storage.get(storage_of(tensor)) if tensor.layout is torch.strided else None
+
+    def unpack(self, number: int) -> None:
+        """Note that the backward reads a saved parameter of a unit."""
+        if graph_task() != -1:
             self._need(number)
-        return tensor
 
     def _open(self) -> None:
-        if not self._backward and self._calls[ROOT]:
-            self._backward.append(("need", ROOT))
+        if not self._has_begun_backward and self._calls[ROOT]:
+            self._note(("need", ROOT))
+        self._has_begun_backward = True
 
     def _need(self, number: int) -> None:
         self._open()
-        self._backward.append(("need", number))
+        self._note(("need", number))
 
     def _begin_calls(self, numbers: Sequence[int], grad: Tensor) -> None:
         for number in numbers:
@@ -221,17 +169,17 @@ class _Watch:
             self._calls[number] -= 1
             if self._calls[number] <= 0:
                 if self._landed[number] and not self._has_all(number) and not self._awaits(number):
-                    self._backward.append(("land", number))
-                self._backward.append(("leave", number))
+                    self._note(("land", number))
+                self._note(("leave", number))
 
     def _land(self, number: int, parameter: Tensor) -> None:
         self._open()
         own, landed = self._parameters[number], self._landed[number]
         landed.add(id(parameter))
         if self._has_all(number):
-            self._backward.append(("land", number))
+            self._note(("land", number))
             if len(landed) == len(own) and number not in self._hinted | self._recomputed:
-                self._backward.append(("leave", number))
+                self._note(("leave", number))
 
     def _has_all(self, number: int) -> bool:
         return all(id(p) in self._landed[number] for p in self._parameters[number] if p.requires_grad)

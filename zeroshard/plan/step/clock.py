@@ -1,0 +1,136 @@
+"""The clock of a simulated rank: its lanes, its waits, and the bytes that it sends.
+
+Owns times. It must not know units, buckets or memory. Needs no torch.
+
+Note: lanes
+    "compute" runs one kernel after the other. "gather" and "reduce" run one collective after the other beside it, each
+    from when it was issued. The compute lane waits where a unit is not whole yet, and at the end of a pass for its
+    reductions; these waits are exposed. Exchanges along the tensor axis are part of an operation, so the compute lane
+    waits for them, and for copies of activations to the host and back.
+    With offload there are six more: "out" and "back", the two directions of the bus, "host", its processors, "copier",
+    the thread that fills pinned buffers ahead of use, and "read" and "write" of a disk. Gradients leave in the order of
+    the compute lane, which waits for each. It waits for an update on the host at the end of the step, or, if that
+    update continues after the step, in the next forward, unit by unit. It waits for offloaded parameters where they are
+    used. These waits are `offload_s`, and no part of `exposed_s`.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import final
+
+from zeroshard.plan.machine.hardware import Cost, Device, Span
+from zeroshard.plan.step.film import LaneSpan, Tick
+from zeroshard.plan.step.offload_times import PINNED, Lanes
+from zeroshard.table.trace import Event
+
+__all__ = ["Clock", "sent_of"]
+
+
+@final
+class Clock:
+    """The time of a rank, and when each of its lanes is free.
+
+    Args:
+        device, dtype: whose kernels run, and of products.
+        spans: where the ranks of each axis are.
+        seconds: of one kernel; the device's own formula where not given.
+    """
+
+    def __init__(
+        self, device: Device, dtype: str, spans: Mapping[str, Span], seconds: Callable[[Cost], float] | None = None
+    ) -> None:
+        self._device, self._spans, self.now_s = device, spans, 0.0
+        self._kernel_s = seconds or partial(device.kernel_s, dtype=dtype)
+        self.lanes: list[LaneSpan] = []
+        self.ticks: list[Tick] = []
+        self.free_s = dict.fromkeys(("gather", "reduce", "out", "back", "host", "copier", "read", "write"), 0.0)
+        self.sent: Counter[str] = Counter()
+        """Bytes that the rank sends, by axis and kind."""
+        self.exposed_s = self.offload_s = 0.0
+        self.busy_s: dict[str, float] = {}
+        """What host, bus and disk have to do, by lane."""
+        self._buffers_s = [0.0] * PINNED
+        self._seconds: dict[Cost, float] = {}
+
+    def tick(self, event: Event) -> None:
+        """Note what the engine issues."""
+        kind = event.kind
+        self.ticks.append(Tick(self.now_s, kind, event.unit, event.nbytes, event.phase, event.is_pinned, event.dtype))
+        self.sent[f"shard {kind}"] += event.nbytes
+
+    # -- the compute lane -------------------------------------------------------------------------------------------
+
+    def compute(self, what: str, took_s: float) -> None:
+        """Run kernels."""
+        self.lanes.append(LaneSpan("compute", self.now_s, self.now_s + took_s, what))
+        self.now_s += took_s
+
+    def kernel_s(self, cost: Cost) -> float:
+        """Return the seconds of a kernel."""
+        found = self._seconds.get(cost)
+        if found is None:
+            found = self._seconds[cost] = self._kernel_s(cost)
+        return found
+
+    def stall(self, what: str, took_s: float) -> None:
+        """Let the compute lane do nothing but this exchange or copy."""
+        self.lanes.append(LaneSpan("compute", self.now_s, self.now_s + took_s, what, is_exposed=True))
+        self.now_s += took_s
+        self.exposed_s += took_s
+
+    def wait(self, what: str, until_s: float, *, is_offload: bool = False) -> None:
+        """Let the compute lane wait until a time."""
+        if until_s > self.now_s:
+            self.lanes.append(LaneSpan("compute", self.now_s, until_s, f"wait for {what}", is_exposed=True))
+            waited_s = until_s - self.now_s
+            self.exposed_s += waited_s * (not is_offload)
+            self.offload_s += waited_s * is_offload
+            self.now_s = until_s
+
+    # -- other lanes ------------------------------------------------------------------------------------------------
+
+    def collect(
+        self, lane: str, what: str, works: Iterable[tuple[str, int, str]], *, not_before_s: float = 0.0
+    ) -> float:
+        """Put collectives on a lane, and return when they are done.
+
+        Args:
+            works: (kind, bytes, axis) of each.
+        """
+        start_s = max(self.now_s, self.free_s[lane], not_before_s)
+        stop_s = start_s
+        for kind, nbytes, axis in works:
+            stop_s += self._device.collective_s(kind, nbytes, self._spans[axis])
+        if stop_s > start_s:
+            self.lanes.append(LaneSpan(lane, start_s, stop_s, what))
+        self.free_s[lane] = stop_s
+        return stop_s
+
+    def copy(self, lane: str, what: str, nbytes: int) -> None:
+        """Copy over the bus, and wait for it."""
+        start_s = max(self.now_s, self.free_s[lane])
+        stop_s = self.free_s[lane] = start_s + self._device.copy_s(nbytes)
+        self._note_busy(lane, stop_s - start_s)
+        self.lanes.append(LaneSpan(lane, start_s, stop_s, what))
+        self.wait(f"{what} on the bus", stop_s, is_offload=True)
+
+    def lanes_from(self, start_s: float) -> Lanes:
+        """Return the lanes of host, bus and disk for work from a time on."""
+        return Lanes(start_s, self.free_s, buffers=self._buffers_s)
+
+    def take_over(self, lanes: Lanes) -> None:
+        """Keep what ran on these lanes."""
+        self.lanes += [LaneSpan(lane, *span, what) for (lane, what), span in lanes.spans.items()]
+        for lane, took_s in lanes.busy_s.items():
+            self._note_busy(lane, took_s)
+
+    def _note_busy(self, lane: str, took_s: float) -> None:
+        self.busy_s[lane] = self.busy_s.get(lane, 0.0) + took_s
+
+
+def sent_of(kind: str, nbytes: int, span: Span) -> int:
+    """Return what one rank sends for a collective."""
+    if kind == "send":
+        return nbytes
+    return nbytes * (span.ranks - 1) // span.ranks * (2 if kind == "all-reduce" else 1)

@@ -1,0 +1,185 @@
+"""Training state in memory of the host and in files, in the step of a simulated rank: copies, and the update there.
+
+Owns what moves between memories, and when. It must not know passes or the update on the device. Pieces and lanes are
+those of `offload_times.py`; read it first. Needs no torch.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Final, final
+
+from zeroshard.describe.offload import written_bytes
+from zeroshard.plan.step.clock import Clock
+from zeroshard.plan.step.offload_times import Work, bring, play_update, read_ahead
+from zeroshard.plan.step.rank_job import Job
+from zeroshard.plan.step.staging import piece_numel
+from zeroshard.plan.step.storages import Storages
+from zeroshard.table.spec import BucketSpec, UnitSpec, itemsize
+
+__all__ = ["Elsewhere", "masters_of", "shares_of"]
+
+MOST_PIECES: Final = 64
+"""Of a bucket in files that are played one by one; more of them change a step by less than one of them takes."""
+
+
+def shares_of(bucket: BucketSpec) -> Iterable[tuple[str, str, str, int]]:
+    """Yield (column, purpose, memory, bytes) of the parameters and masters that a bucket keeps off the device."""
+    row, sizes = bucket.row, bucket.formats
+    for column, what, memory, (start, stop), dtype in (
+        ("parameters", "parameters", row.parameters.memory, bucket.apart_shard, sizes.param),
+        ("states", "masters", bucket.master_memory, bucket.apart_states, sizes.master),
+    ):
+        yield column, what, memory, (stop - start) * itemsize(dtype) * (what == "parameters" or not bucket.shares_apart)
+
+
+def masters_of(bucket: BucketSpec) -> tuple[int, int]:
+    """Return the bytes of the masters that a bucket keeps on the device apart from parameters, and of their padding."""
+    here = bucket.apart_states[1], bucket.states[1]
+    return bucket.bytes_of(here, bucket.formats.master) if bucket.has_masters else (0, 0)
+
+
+@final
+class Elsewhere:
+    """The traffic of one rank between its device and other memories.
+
+    Args:
+        carried: units whose update on the host an earlier step left, with the seconds until it ends.
+    """
+
+    def __init__(self, job: Job, clock: Clock, storages: Storages, carried: Mapping[int, float]) -> None:
+        self._job, self._clock, self._storages = job, clock, storages
+        self._is_cpu = job.device.is_cpu
+        self._updating = dict(carried)
+
+    def carried(self) -> Mapping[int, float]:
+        """Return when the updates that continue after the step end, by unit, in seconds from its end."""
+        return {unit: ready_s - self._clock.now_s for unit, ready_s in self._updating.items()}
+
+    # -- parameters -------------------------------------------------------------------------------------------------
+
+    def await_update(self, spec: UnitSpec) -> None:
+        """Wait for the update of a unit that the host has not finished, and bring it to the device."""
+        if spec.number not in self._updating:
+            return
+        clock = self._clock
+        clock.wait(f"the update of {spec.name}", self._updating.pop(spec.number), is_offload=True)
+        works = [self._work_of(b)._replace(update_s=0.0) for b in spec.buckets if self._is_early(b)]
+        lanes = clock.lanes_from(clock.now_s)
+        arrived_s = play_update([work for work in works if work.back_s], lanes)
+        clock.take_over(lanes)
+        clock.wait(f"parameters of {spec.name} on the bus", arrived_s, is_offload=True)
+
+    def bring(self, spec: UnitSpec) -> float:
+        """Begin to copy offloaded parameters to the device in a thread; return when they have arrived."""
+        job, clock, arrived_s = self._job, self._clock, 0.0
+        for bucket in spec.buckets:
+            cell = bucket.row.parameters
+            nbytes = (bucket.apart_shard[1] - bucket.apart_shard[0]) * itemsize(bucket.formats.param)
+            if not nbytes or (self._is_cpu and cell.memory == "host"):
+                continue
+            lanes = clock.lanes_from(clock.now_s)
+            copy_s = 0.0 if self._is_cpu else job.device.copy_s(nbytes)
+            copies = max(1, -(-nbytes // max(1, cell.place.staging_bytes // 2)))
+            if cell.memory == "file":
+                work = Work(bucket.name, 0.0, 0.0, copy_s, copies, disk_s=job.device.disk_s(nbytes, job.host_ranks))
+                arrived_s = max(arrived_s, read_ahead(work, lanes))
+            else:
+                work = Work(bucket.name, 0.0, job.device.host_s(2 * nbytes, job.host_ranks), copy_s, copies)
+                arrived_s = max(arrived_s, bring(work, 1, lanes, "copier"))
+            clock.take_over(lanes)
+            if not self._is_cpu:
+                clock.sent["parameters from the host"] += nbytes
+            elif bucket.layout.world_size > 1:
+                # On a CPU with several ranks, the program waits before it starts the gather.
+                clock.wait(f"parameters of {spec.name} in the file", arrived_s, is_offload=True)
+        return arrived_s
+
+    # -- gradients --------------------------------------------------------------------------------------------------
+
+    def leave(self, bucket: BucketSpec, nbytes: int, *, is_first: bool) -> None:
+        """Move gradients out; what lies there already comes to the device before, and is added to."""
+        if self._is_cpu or not nbytes:
+            return
+        clock, what, brought = self._clock, f"gradients of {bucket.name}", -1
+        if not is_first:
+            brought = self._storages.make(nbytes, "transient", bucket.name, "sums of gradients")
+            clock.copy("back", what, nbytes)
+            clock.sent["gradients from the host"] += nbytes
+        clock.copy("out", what, nbytes)
+        clock.sent["gradients to the host"] += nbytes
+        self._storages.drop(brought)
+
+    # -- the update -------------------------------------------------------------------------------------------------
+
+    def update(self, start_s: float) -> None:
+        """Update what is in other memories, beside the update on the device, which began at `start_s`."""
+        job, clock, lanes = self._job, self._clock, self._clock.lanes_from(start_s)
+        device, buckets = job.device, [b for unit in job.units for b in unit.buckets if b.is_trained]
+        apart = [bucket for bucket in buckets if bucket.apart]
+        copied = []
+        for bucket in apart:
+            # Gradients that lie on the device are copied for the update of states elsewhere.
+            is_copied = not (self._is_cpu or bucket.apart_gradients)
+            nbytes = is_copied * bucket.layout.owned_numel(*bucket.apart_states) * itemsize(bucket.formats.master)
+            what = "gradients for the update"
+            copied.append(self._storages.make(nbytes, "transient", bucket.name, what, memory="host"))
+            clock.sent["gradients to the host"] += nbytes
+            lanes.now_s = lanes.run("out", device.copy_s(nbytes), f"gradients of {bucket.name}")
+        # Whether gradients are finite, and the norm that clips them: each reads all of them.
+        read_bytes = 0 if self._is_cpu else 2 * sum(b.apart_gradient_bytes for b in apart)
+        lanes.now_s = lanes.run("host", device.host_s(read_bytes, job.host_ranks), "norms of gradients")
+        arrived_s = play_update([self._work_of(bucket) for bucket in apart if not self._is_early(bucket)], lanes)
+        for bucket in (bucket for bucket in buckets if bucket.apart_parameters):
+            # Parameters with masters on the device are copied to their memory.
+            numel = max(0, bucket.apart_shard[1] - max(bucket.apart_shard[0], bucket.apart_states[1]))
+            nbytes, what = numel * itemsize(bucket.formats.param), f"parameters of {bucket.name}"
+            lanes.now_s = lanes.run("out", 0.0 if self._is_cpu else device.copy_s(nbytes), what)
+            if bucket.row.parameters.memory == "file":
+                lanes.now_s = lanes.run("write", device.disk_s(nbytes, job.host_ranks), what)
+        began_s = lanes.now_s
+        for unit in job.units:
+            for bucket in filter(self._is_early, unit.buckets):
+                # In a thread that continues after the step: parameters elsewhere are rounded there.
+                work = self._work_of(bucket, is_there=True)
+                lanes.run("host", work.update_s + work.round_s, f"update of {bucket.name}", not_before_s=began_s)
+                self._updating[unit.number] = clock.free_s["host"]
+        clock.take_over(lanes)
+        clock.wait("the update elsewhere", max(arrived_s, lanes.now_s), is_offload=True)
+        for number in copied:
+            self._storages.drop(number)
+
+    def _is_early(self, bucket: BucketSpec) -> bool:
+        """Return whether the host updates a bucket after the step; a gather before each use waits for it."""
+        is_there = bucket.apart and bucket.apart_gradients and bucket.row.states.memory == "host"
+        is_known = self._job.is_early and bucket.formats.state == bucket.formats.master
+        return bool(is_there and bucket.is_gathered and is_known and not self._is_cpu)
+
+    def _work_of(self, bucket: BucketSpec, *, is_there: bool | None = None) -> Work:
+        """Return the update of a bucket's part in another memory.
+
+        Args:
+            is_there: round only what lies in that memory between uses; None for all.
+        """
+        job, sizes, cell = self._job, bucket.formats, bucket.row.states
+        start, stop = bucket.apart_states
+        numel, sharing = stop - start, job.host_ranks
+        there = max(0, min(stop, bucket.apart_shard[1]) - max(start, bucket.apart_shard[0]))
+        sent_bytes = 0 if self._is_cpu or is_there else (numel - there) * itemsize(sizes.param)
+        self._clock.sent["parameters from the host"] += sent_bytes
+        rounded = there if is_there else numel - there if self._is_early(bucket) else numel
+        # Masters that are the parameters themselves are not rounded.
+        rounded_bytes = max(0, rounded - there * bucket.shares_apart) * (itemsize(sizes.master) + itemsize(sizes.param))
+        pieces, moved_bytes = 0, 0
+        if cell.memory == "file":
+            kept = max(one.per_element for one in job.updates)
+            pieces = min(MOST_PIECES, -(-numel // piece_numel(bucket, kept)))
+            moved_bytes = numel * (itemsize(sizes.master) + kept * itemsize(sizes.state))
+        return Work(
+            bucket.name,
+            job.device.host_s(job.sums.moved_apart_bytes.get(bucket.number, 0), sharing),
+            job.device.host_s(rounded_bytes, sharing),
+            job.device.copy_s(sent_bytes),
+            max(1, -(-sent_bytes // max(1, cell.place.staging_bytes // 2))),
+            job.device.disk_s(moved_bytes, sharing),
+            pieces,
+            job.device.disk_s(there * written_bytes(bucket), sharing),
+        )

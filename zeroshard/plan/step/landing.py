@@ -1,0 +1,198 @@
+"""Gradients of a simulated rank: where each one arrives, their reduction, and the sums that stay to the end of a step.
+
+Owns their memory and the lane of reductions. It must not know the order of a pass (`passes.py`). `core/grads.py` and
+`core/unit.py` do this in the engine; read the note of the first. Needs no torch.
+"""
+
+from collections.abc import MutableMapping
+from typing import final
+
+from zeroshard.plan.shape.tape import Instruction
+from zeroshard.plan.step.clock import Clock, sent_of
+from zeroshard.plan.step.elsewhere import Elsewhere
+from zeroshard.plan.step.rank_job import Job
+from zeroshard.plan.step.storages import Storages
+from zeroshard.table.pool import Buffer
+from zeroshard.table.spec import BLOCK_NUMEL, BucketSpec, UnitSpec, itemsize
+
+__all__ = ["Landing"]
+
+
+@final
+class Landing:
+    """The gradients of one rank."""
+
+    def __init__(self, job: Job, clock: Clock, storages: Storages, elsewhere: Elsewhere) -> None:
+        self._job, self._clock, self._storages, self._elsewhere = job, clock, storages, elsewhere
+        self._homes = {name: bucket for unit in job.units for bucket in unit.reduced for name in bucket.names}
+        self._local: dict[int, Buffer] = {}
+        """By bucket, the memory of this rank's gradients until they are reduced."""
+        self._held: set[int] = set()
+        """Buckets with memory for sums."""
+        self._summed: set[int] = set()
+        """Buckets whose sums hold the gradients of an earlier micro-batch."""
+        self._arrived: set[int] = set()
+        """Buckets of a rank alone whose gradients arrive in this pass."""
+        self._last_bytes = 0
+        """The bytes of the gradient that arrived last, where the trace has its memory."""
+        self._before: list[Buffer] = []
+        self._leaving: list[tuple[BucketSpec, bool]] = []
+        """Buckets whose sums go to the host when their reduction is over, and whether nothing lies there yet."""
+        self._reduced_s = 0.0
+
+    # -- arrival ----------------------------------------------------------------------------------------------------
+
+    def land(self, spec: UnitSpec, one: Instruction, numbers: MutableMapping[int, int]) -> None:
+        """Move a gradient to where it is added up.
+
+        Args:
+            one: names a parameter, and its tensor; or neither, for gradients of a shape's unit.
+            numbers: the storages of tensors; a gradient that stays in its memory leaves them.
+        """
+        is_named = one.tensor >= 0
+        self._last_bytes = one.nbytes if is_named else 0
+        for bucket in spec.reduced if not is_named else [self._homes[one.what]] if one.what in self._homes else []:
+            is_taken = is_named and one.is_alone and bucket.formats.param == bucket.formats.grad
+            if bucket.lands_on_sums:
+                if self._add(bucket, one, is_named=is_named, is_taken=is_taken):
+                    self._storages.turn(numbers.pop(one.tensor), "gradients", bucket.name, one.what)
+            elif bucket.adopts and is_taken and bucket.number not in self._local:
+                storage, numel = numbers.pop(one.tensor), one.nbytes // itemsize(bucket.formats.param)
+                self._storages.turn(storage, "transient", bucket.name, "gradients to reduce")
+                self._local[bucket.number] = Buffer(numel, None, storage)
+            else:
+                self._begin(bucket, is_adopted=bucket.adopts and not is_named)
+
+    def _add(self, bucket: BucketSpec, one: Instruction, *, is_named: bool, is_taken: bool) -> bool:
+        """Add one rank's gradient to the sum; return whether its own memory is the sum from here on."""
+        storages, sizes, is_first = self._storages, bucket.formats, bucket.number not in self._summed
+        self._arrived.add(bucket.number)
+        if not is_named:  # the memory of all sums at once
+            self._hold(bucket)
+        numel, is_away = one.nbytes // itemsize(sizes.param), False
+        if bucket.apart_gradients and is_named:
+            is_away = bucket.names.index(one.what) < bucket.apart_gradients
+        elif bucket.apart_gradients:
+            # A shape does not say which gradient it is; together they are as many as go to the host.
+            numel = numel * bucket.layout.owned_numel(*bucket.apart_states) // bucket.layout.numel
+            is_away = numel > 0
+        if not is_away and (is_taken or not is_named or not is_first):
+            return is_first and is_taken
+        nbytes = numel * itemsize(sizes.grad)
+        given_bytes = numel * itemsize(sizes.param) * (not is_named)
+        given = storages.make(given_bytes, "transient", bucket.name, "gradient on its way")
+        converted = storages.make(nbytes * (sizes.param != sizes.grad), "transient", bucket.name, "conversion")
+        if is_named and is_first:
+            storages.make(nbytes, "gradients", bucket.name, one.what, memory="host" if is_away else "device")
+        if is_away:
+            self._elsewhere.leave(bucket, nbytes, is_first=is_first)
+        storages.drop(converted)
+        storages.drop(given)
+        return False
+
+    def _begin(self, bucket: BucketSpec, *, is_adopted: bool = False) -> None:
+        """Take the memory that a bucket's gradients arrive in.
+
+        Args:
+            is_adopted: whether that is the memory of a gradient that fills the bucket.
+        """
+        numel, dtype, what = bucket.layout.full_numel, bucket.formats.grad, "gradients to reduce"
+        if bucket.holds_whole_gradients and bucket.number not in self._summed:
+            self._hold(bucket)
+        elif bucket.number in self._local:
+            pass
+        elif is_adopted:
+            storage = self._storages.make(numel * itemsize(dtype), "transient", bucket.name, what)
+            self._local[bucket.number] = Buffer(numel, None, storage)
+        else:
+            self._local[bucket.number] = self._storages.take(numel, dtype, bucket.name, what)
+
+    def copy(self, spec: UnitSpec) -> None:
+        """Copy a unit's gradients together where the transport has them wait; the trace has the last one's memory."""
+        if self._job.wire.lands_together:
+            waiting = max(0, spec.landing_bytes - self._last_bytes)
+            self._storages.pass_by(waiting, "transient", spec.name, "gradients that wait")
+
+    # -- sums -------------------------------------------------------------------------------------------------------
+
+    def hold_kept(self) -> None:
+        """Take the memory of sums that stays from step to step, as where other ranks read it in place."""
+        for bucket in (bucket for unit in self._job.units for bucket in unit.reduced if self._is_kept(bucket)):
+            self._hold(bucket)
+
+    def _hold(self, bucket: BucketSpec) -> None:
+        """Take the memory of sums, which stays to the end of the step."""
+        if bucket.number not in self._held:
+            self._held.add(bucket.number)
+            owned, padding = bucket.gradient_bytes
+            is_mapped = self._job.wire.is_in_place and bucket.holds_whole_gradients
+            make, name = self._storages.make, bucket.name
+            make(owned, "gradients", name, "gradients", is_mapped=is_mapped)
+            make(bucket.apart_gradient_bytes, "gradients", name, "gradients", memory="host")
+            make(padding, "padding", name, "padding of gradients", is_mapped=is_mapped)
+
+    def _is_kept(self, bucket: BucketSpec) -> bool:
+        return self._job.keeps_gradients or (self._job.wire.is_in_place and bucket.holds_whole_gradients)
+
+    def reduce(self, spec: UnitSpec) -> None:
+        """Start the reduction of a unit."""
+        clock, storages, wire = self._clock, self._storages, self._job.wire
+        self._finish_before()
+        taken: list[Buffer] = []
+        works: list[tuple[str, int, str]] = []
+        for bucket in spec.reduced:
+            if bucket.lands_on_sums:
+                continue
+            self._begin(bucket)  # zeros, where no gradient arrived
+            taken += [self._local.pop(bucket.number)] if bucket.number in self._local else []
+            self._hold(bucket)
+            if bucket.apart_gradients:
+                self._leaving.append((bucket, bucket.number not in self._summed))
+            self._summed.add(bucket.number)
+            taken += [storages.take(*wanted, spec.name, "wire buffer") for wanted in wire.reduction(bucket)]
+            nbytes = bucket.layout.full_numel * itemsize(bucket.formats.reduce)
+            works.append(("all-reduce" if bucket.updates_all else "reduce", nbytes, "shard"))
+            if bucket.replicas > 1:
+                shard_bytes = nbytes // bucket.layout.world_size
+                works.append(("all-reduce", shard_bytes, "replicate"))
+                span = self._job.spans["replicate"]
+                clock.sent["replicate all-reduce"] += sent_of("all-reduce", shard_bytes, span)
+        self._reduced_s = clock.collect("reduce", spec.name, works)
+        # Sums of more than two ranks are made apart, a block at a time, as `wire/codec.py` does.
+        for bucket in spec.reduced if self._job.is_repeated else ():
+            numel = min(BLOCK_NUMEL, bucket.layout.shard_numel)
+            count = min(2, max(0, bucket.layout.world_size - 2))
+            storages.pass_by(4 * numel * count, "transient", spec.name, "partial sums")
+        self._before = taken
+        if wire.is_in_place:
+            self._free_before()
+
+    def _free_before(self) -> None:
+        self._storages.give(self._before)
+        self._before = []
+
+    def _finish_before(self) -> None:
+        """Finish the reduction before: buffers are free, and what is kept on the host goes there."""
+        self._free_before()
+        leaving, self._leaving = self._leaving, []
+        if leaving:
+            self._clock.wait("reductions", self._reduced_s)
+        for bucket, is_first in leaving:
+            self._elsewhere.leave(bucket, bucket.apart_gradient_bytes, is_first=is_first)
+
+    def end_pass(self) -> None:
+        """Wait for the reductions of a backward."""
+        self._finish_before()
+        self._clock.wait("reductions", self._reduced_s)
+        self._summed |= self._arrived
+        self._arrived.clear()
+
+    def end_step(self) -> None:
+        """Give back the memory of gradients, as `zero_grad()` does."""
+        kept = [bucket for unit in self._job.units for bucket in unit.buckets if self._is_kept(bucket)]
+        names, numbers = {bucket.name for bucket in kept}, {bucket.number for bucket in kept}
+        for number, one in list(self._storages.open.items()):
+            if (one.column == "gradients" or one.what == "padding of gradients") and one.unit not in names:
+                self._storages.drop(number)
+        self._held &= numbers
+        self._summed.clear()

@@ -1,0 +1,118 @@
+"""A forward or a backward of a simulated rank: the model's instructions, between the actions of a steady pass.
+
+Owns the units that are whole, and the tensors of the model. It must not know how actions follow from marks
+(`table/step.py`) nor where gradients arrive (`landing.py`). Needs no torch.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import final
+
+from zeroshard.plan.shape.tape import Instruction
+from zeroshard.plan.step.clock import Clock, sent_of
+from zeroshard.plan.step.elsewhere import Elsewhere
+from zeroshard.plan.step.landing import Landing
+from zeroshard.plan.step.rank_job import Job
+from zeroshard.plan.step.script import MARKS, Entry
+from zeroshard.plan.step.storages import Storages
+from zeroshard.table.schedule import Action
+from zeroshard.table.spec import UnitSpec, itemsize
+from zeroshard.table.step import Phase, Steady
+from zeroshard.table.trace import event_of
+
+__all__ = ["Passes"]
+
+
+@final
+@dataclass
+class _Whole:
+    """A unit that is whole, or on its way: when it is, and when what lies elsewhere has been brought."""
+
+    storages: list[int]
+    ready_s: float
+    brought_s: float
+
+
+@final
+class Passes:
+    """The passes of one rank."""
+
+    def __init__(self, job: Job, clock: Clock, storages: Storages, elsewhere: Elsewhere) -> None:
+        self._job, self._clock, self._storages, self._elsewhere = job, clock, storages, elsewhere
+        self.landing = Landing(job, clock, storages, elsewhere)
+        self._whole: dict[int, _Whole] = {}
+        self._numbers: dict[int, int] = {}
+        """The storages of the model's tensors."""
+
+    def play(self, entries: Sequence[Entry], steady: Steady, phase: Phase) -> None:
+        """Play a pass.
+
+        Args:
+            entries: of the job's script.
+            steady: the actions of its marks.
+        """
+        marked = iter(steady.actions)
+        for unit, one in entries:
+            if one.kind not in MARKS:
+                self._run(self._job.units[unit], one)
+                continue
+            spec = self._job.units[unit]
+            if one.kind == "complete":
+                self.landing.copy(spec)
+            self._act(next(marked), steady, phase)
+            if one.kind == "need" and unit in self._whole:
+                name, whole = spec.name or "the root", self._whole[unit]
+                self._clock.wait(f"{name} on the bus", whole.brought_s, is_offload=True)
+                self._clock.wait(name, whole.ready_s)
+
+    # -- what the engine issues ---------------------------------------------------------------------------------------
+
+    def _act(self, actions: Iterable[Action], steady: Steady, phase: Phase) -> None:
+        for kind, unit in actions:
+            spec = self._job.units[unit]
+            if kind == "reduce":
+                self.landing.reduce(spec)
+            elif kind == "release":
+                for storage in self._whole.pop(unit).storages:
+                    self._storages.drop(storage)
+            # The time of a gather's event is that of its issue.
+            self._clock.tick(event_of(spec, 0, phase, kind, steady.record))
+            if kind == "gather":
+                self._gather(spec)
+
+    def _gather(self, spec: UnitSpec) -> None:
+        # What is read in place takes no memory of this rank.
+        storages = [
+            self._storages.make(
+                b.layout.full_numel * itemsize(b.formats.param), "transient", spec.name, "whole parameters"
+            )
+            for b in spec.buckets
+            if b.is_gathered and not self._job.wire.is_in_place
+        ]
+        self._elsewhere.await_update(spec)
+        brought_s = self._elsewhere.bring(spec)
+        gather = [("gather", spec.full_bytes, "shard")]
+        stop_s = self._clock.collect("gather", spec.name, gather, not_before_s=brought_s)
+        self._whole[spec.number] = _Whole(storages, stop_s, brought_s)
+
+    # -- what the model does ------------------------------------------------------------------------------------------
+
+    def _run(self, spec: UnitSpec, one: Instruction) -> None:
+        clock, numbers = self._clock, self._numbers
+        if one.kind == "make":
+            numbers[one.tensor] = self._storages.make(one.nbytes, "activations", spec.name, one.what)
+        elif one.kind == "drop":
+            if one.tensor in numbers:  # else it became a gradient
+                self._storages.drop(numbers.pop(one.tensor))
+        elif one.kind == "run":
+            clock.compute(one.what, clock.kernel_s(one.cost) if one.cost is not None else one.seconds)
+        elif one.kind == "land":
+            self.landing.land(spec, one, numbers)
+        elif one.kind == "exchange" and one.exchange is not None:
+            exchange = one.exchange
+            span = self._job.spans[exchange.axis]
+            clock.sent[f"{exchange.axis} {exchange.kind}"] += sent_of(exchange.kind, exchange.nbytes, span)
+            clock.stall(one.what, self._job.device.collective_s(exchange.kind, exchange.nbytes, span))
+        elif one.kind == "copy":
+            clock.sent[one.what] += one.nbytes
+            clock.stall(one.what, self._job.device.copy_s(one.nbytes))

@@ -1,0 +1,156 @@
+"""What one rank does in a step: units, the model's script, updates, and the machine.
+
+Owns the record that a film is made from. It must not know how it is made (`simulate.py`). Needs no torch.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from types import MappingProxyType
+from typing import final
+
+from zeroshard.plan.machine.hardware import Cost, Device, Span
+from zeroshard.plan.step.script import Call, Script, script_of
+from zeroshard.plan.step.turns import Turn
+from zeroshard.table.bytes import Owned, Updates
+from zeroshard.table.spec import BucketSpec, UnitSpec, itemsize
+from zeroshard.table.step import Steady, steady_passes
+from zeroshard.table.wires import Wire
+
+__all__ = ["Account", "Call", "Job", "account_of"]
+
+
+@final
+@dataclass(frozen=True)
+class Account:
+    """What optimizers keep and move; searches make it once for many jobs.
+
+    Args:
+        states: (name of the bucket, bytes of states, bytes of them in another memory, that memory, bytes of counters).
+        wide_bytes, moved_bytes: of each optimizer: masters that are widened, and all that an update on the device reads
+            and writes.
+        wide_apart_bytes: of each optimizer: masters that are widened on the host.
+        moved_apart_bytes: by number of the bucket, what an update elsewhere reads and writes.
+    """
+
+    states: Sequence[tuple[str, int, int, str, int]]
+    wide_bytes: Sequence[int]
+    moved_bytes: Sequence[int]
+    wide_apart_bytes: Sequence[int]
+    moved_apart_bytes: Mapping[int, int]
+
+
+def account_of(updates: Sequence[Updates]) -> Account:
+    """Return the account of some optimizers."""
+    states: list[tuple[str, int, int, str, int]] = []
+    moved_bytes: list[int] = []
+    moved_apart = Counter[int]()
+    for one in updates:
+        by_bucket: dict[int, list[tuple[BucketSpec, int]]] = {}
+        moved = 0
+        for bucket, index in one.trained.parameters:
+            by_bucket.setdefault(bucket.number, []).append((bucket, index))
+            start, stop = bucket.layout.overlap(index, *bucket.states)
+            sizes = bucket.formats
+            # Master and states are read and written, the gradient read, the rounded parameter written.
+            kept = one.per_element * itemsize(sizes.state) + one.element_bytes
+            each = 2 * itemsize(sizes.master) + 2 * kept + itemsize(sizes.grad)
+            if index < bucket.apart:
+                moved_apart[bucket.number] += (stop - start) * each
+            else:
+                moved += (stop - start) * (each + itemsize(sizes.param) * bucket.has_masters)
+        moved_bytes.append(moved)
+        for places in by_bucket.values():
+            bucket, of_bucket = places[0][0], replace(one, parameters=places, whole=())
+            kept_bytes = of_bucket.state_bytes(), of_bucket.state_bytes(is_apart=True)
+            states.append((bucket.name, *kept_bytes, bucket.row.states.memory, one.counter_bytes * len(places)))
+        states += [_states_of(owned) for owned in one.trained.whole if owned.is_kept]
+    return Account(
+        tuple(states),
+        tuple(one.numel_bytes(only_wide=True) for one in updates),
+        tuple(moved_bytes),
+        tuple(one.numel_bytes(only_wide=True, is_apart=True) for one in updates),
+        MappingProxyType(dict(moved_apart)),
+    )
+
+
+def _states_of(one: Owned) -> tuple[str, int, int, str, int]:
+    """Return the states of a parameter that this rank updates whole, as in `Account`."""
+    is_apart, memory = one.index < one.bucket.apart, one.bucket.row.states.memory
+    here = (0, one.state_bytes) if is_apart else (one.state_bytes, 0)
+    return one.bucket.name, *here, memory, one.counter_bytes
+
+
+@final
+@dataclass(frozen=True)
+class Job:
+    """What one rank does in a step.
+
+    Args:
+        units: as this rank sees them, the root first.
+        calls: uses of units of a shape, in order of the forward; none where there is a script.
+        updates: what the optimizer updates and keeps.
+        wire: the transport of gradients and parameters.
+        device: whose kernels run.
+        dtype: of products.
+        spans: where the ranks of each axis are: "shard", "replicate", "tensor", "expert".
+        micro_batches: forwards and backwards of a step.
+        input_bytes: of one micro-batch, there from its start to its end.
+        buffer_bytes: of buffers of the model.
+        keeps_gradients: whether the memory of gradients stays from step to step, as with
+            `zero_grad(set_to_none=False)`.
+        seconds: of one kernel; the device's own formula where not given.
+        script: of a model that was traced.
+        update_bytes: that the optimizer's kernels take beside its states.
+        account: of the updates, where it is known already.
+        host_ranks: ranks of a node, which share its processors and its disk.
+        is_early: whether the optimizer is one whose update on the host may go on after `step()`.
+        turns: of each of `updates`, how what is updated whole is exchanged and updated; none where nothing is.
+        no_sync: whether only the last micro-batch reduces gradients.
+    """
+
+    units: Sequence[UnitSpec]
+    calls: Sequence[Call]
+    updates: Sequence[Updates]
+    wire: Wire
+    device: Device
+    dtype: str
+    spans: Mapping[str, Span]
+    micro_batches: int = 1
+    input_bytes: int = 0
+    buffer_bytes: int = 0
+    keeps_gradients: bool = False
+    seconds: Callable[[Cost], float] | None = None
+    script: Script | None = None
+    update_bytes: int = 0
+    account: Account | None = None
+    host_ranks: int = 1
+    is_early: bool = False
+    turns: Sequence[Sequence[Turn]] = ()
+    no_sync: bool = False
+
+    @property
+    def is_repeated(self) -> bool:
+        """Whether a steady step is played after another one, so that its pools are those that this one left."""
+        return self.script is not None or self.device.is_cpu
+
+    @cached_property
+    def told(self) -> Script:
+        """What the model does in a micro-batch."""
+        return script_of(self.calls) if self.script is None else self.script
+
+    @cached_property
+    def passes(self) -> tuple[Steady, Steady]:
+        """The forward and the backward of the steady state, with reductions."""
+        return steady_passes(self.units, self.told.uses)
+
+    @cached_property
+    def unreduced_passes(self) -> tuple[Steady, Steady]:
+        """Those of a micro-batch whose gradients stay with the rank."""
+        return steady_passes(self.units, self.told.uses, is_reduced=False)
+
+    @cached_property
+    def sums(self) -> Account:
+        """The account of the updates."""
+        return self.account or account_of(self.updates)

@@ -1,0 +1,170 @@
+"""The simulation of one step: what is there before it, its micro-batches, its update.
+
+Owns the order of these parts; `passes.py` plays a pass, `updating.py` the update. Read both first. Needs no torch.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Final, final
+
+from zeroshard.plan.step.clock import Clock
+from zeroshard.plan.step.elsewhere import Elsewhere, masters_of, shares_of
+from zeroshard.plan.step.film import Event, Film, Phase, bytes_by_column, bytes_elsewhere
+from zeroshard.plan.step.passes import Passes
+from zeroshard.plan.step.rank_job import Job
+from zeroshard.plan.step.staging import buffer_bytes, file_staging_bytes
+from zeroshard.plan.step.storages import Storages
+from zeroshard.plan.step.updating import update
+
+__all__ = ["make_film", "resident_bytes"]
+
+MOST_MICRO_BATCHES: Final = 3
+"""That are played one by one: the first, one that stands for all between, and the last."""
+
+
+def resident_bytes(job: Job, film: Film) -> tuple[Mapping[str, int], Mapping[str, int]]:
+    """Return what another rank has between steps: on the device by column, and in other memories by memory.
+
+    Args:
+        job: of that rank.
+        film: of this one's steady step, whose pools are as large.
+    """
+    events = _Rank(job).before(is_first=False)
+    found = bytes_by_column(events)
+    found["transient"] = film.resident_bytes["transient"]
+    return MappingProxyType(found), MappingProxyType(bytes_elsewhere(events))
+
+
+def make_film(job: Job, *, is_first: bool = False, is_settled: bool = False) -> Film:
+    """Simulate a step.
+
+    Args:
+        is_first: whether the optimizer has no states yet, which it then makes in its update.
+        is_settled: whether pooled buffers of an earlier step are there, which takes twice the time to find out.
+    """
+    rank = _Rank(job)
+    film = rank.step(is_first=is_first)
+    if is_first or not (is_settled or job.is_repeated):
+        return film
+    return _Rank(job, rank.storages.pooled(), rank.elsewhere.carried()).step(is_first=False)
+
+
+@final
+class _Rank:
+    """A rank in one step.
+
+    Args:
+        pooled: elements and dtype of each buffer that an earlier step left.
+        carried: as in `Elsewhere`.
+    """
+
+    def __init__(
+        self, job: Job, pooled: Sequence[tuple[int, str]] = (), carried: Mapping[int, float] = MappingProxyType({})
+    ) -> None:
+        self._job, self._pooled = job, pooled
+        self._clock = Clock(job.device, job.dtype, job.spans, job.seconds)
+        self.storages = Storages(self._clock, is_mapped=job.wire.is_in_place)
+        self.elsewhere = Elsewhere(job, self._clock, self.storages, carried)
+        self._passes = Passes(job, self._clock, self.storages, self.elsewhere)
+
+    def before(self, *, is_first: bool) -> Sequence[Event]:
+        """Take the memory of what is there before a step, and return its events."""
+        job, make, is_mapped = self._job, self.storages.make, self._job.wire.is_in_place
+        for unit in job.units:
+            for bucket in unit.buckets:
+                parameters, padding = bucket.bytes_of(bucket.here, bucket.formats.param)
+                make(parameters, "parameters", unit.name, "parameters", is_mapped=is_mapped)
+                make(padding, "padding", unit.name, "padding", is_mapped=is_mapped)
+                masters, padding = masters_of(bucket)
+                make(masters, "states", unit.name, "masters")
+                make(padding, "padding", unit.name, "padding of masters")
+                for column, what, memory, nbytes in shares_of(bucket):
+                    make(nbytes, column, unit.name, what, memory=memory)
+        make(job.buffer_bytes, "parameters", "", "buffers")
+        if not is_first:
+            self._make_states()
+            self._passes.landing.hold_kept()
+        for numel, dtype in self._pooled:
+            self.storages.stock(numel, dtype)
+        found, self.storages.events = self.storages.events, []
+        return found
+
+    def _make_states(self) -> None:
+        """Take the memory of optimizer states, and of the buffers that offloaded states pass through from then on."""
+        job, make = self._job, self.storages.make
+        for name, states_bytes, apart_bytes, memory, counter_bytes in job.sums.states:
+            make(states_bytes, "states", name, "states")
+            make(apart_bytes, "states", name, "states", memory=memory)
+            make(counter_bytes, "padding", name, "counters")
+        for what, nbytes in (
+            ("buffers for files", file_staging_bytes(job.units, job.updates)),
+            ("pinned buffers", buffer_bytes(job.units, is_cpu=job.device.is_cpu)),
+        ):
+            make(nbytes, "transient", "", what, is_mapped=True, memory="host")
+
+    def step(self, *, is_first: bool) -> Film:
+        """Simulate a step."""
+        job, clock = self._job, self._clock
+        before = self.before(is_first=is_first)
+        phases: list[Phase] = []
+        count = min(job.micro_batches, MOST_MICRO_BATCHES)
+        repeated = Counter[tuple[str, str]]()
+        for number in range(count):
+            before_it = _totals(clock)
+            self._play_micro_batch(phases, is_reduced=number == count - 1 or not job.no_sync)
+            if number == 1:
+                repeated = _totals(clock)
+                repeated.subtract(before_it)
+        start_s, offload_s = clock.now_s, clock.offload_s
+        if is_first:
+            self._make_states()
+        update(job, clock, self.storages, self.elsewhere)
+        self._passes.landing.end_step()
+        phases.append(Phase("update", start_s, clock.now_s))
+        update_s = clock.now_s - start_s - (clock.offload_s - offload_s)
+        totals = _totals(clock)
+        for key, each in repeated.items():
+            totals[key] += max(0, job.micro_batches - count) * each
+        sent, busy_s = (
+            {name: value for (part, name), value in totals.items() if part == wanted and value}
+            for wanted in ("sent", "busy")
+        )
+        return Film(
+            tuple(before),
+            tuple(self.storages.events),
+            tuple(clock.lanes),
+            tuple(phases),
+            tuple(clock.ticks),
+            MappingProxyType({name: int(nbytes) for name, nbytes in sent.items()}),
+            totals["time", "step"],
+            totals["time", "exposed"],
+            update_s,
+            totals["time", "offload"],
+            MappingProxyType(busy_s),
+            job.device.is_cpu,
+        )
+
+    def _play_micro_batch(self, phases: list[Phase], *, is_reduced: bool) -> None:
+        job, clock = self._job, self._clock
+        forward, backward = job.passes if is_reduced else job.unreduced_passes
+        start_s, inputs = clock.now_s, self.storages.make(job.input_bytes, "activations", "", "inputs")
+        self._passes.play(job.told.forward, forward, "forward")
+        phases.append(Phase("forward", start_s, clock.now_s))
+        start_s = clock.now_s
+        self._passes.play(job.told.backward, backward, "backward")
+        self._passes.landing.end_pass()
+        phases.append(Phase("backward", start_s, clock.now_s))
+        self.storages.drop(inputs)
+
+
+def _totals(clock: Clock) -> Counter[tuple[str, str]]:
+    """Return times and bytes until now, by what they are."""
+    found = Counter[tuple[str, str]]()
+    found.update({("sent", kind): nbytes for kind, nbytes in clock.sent.items()})
+    for part, values in (
+        ("time", {"step": clock.now_s, "exposed": clock.exposed_s, "offload": clock.offload_s}),
+        ("busy", clock.busy_s),
+    ):
+        found.update({(part, name): value for name, value in values.items()})
+    return found

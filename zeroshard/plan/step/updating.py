@@ -1,0 +1,54 @@
+"""The update of a simulated rank: on the device, then elsewhere, then the parameters that are published.
+
+Owns their order. It must not know how pieces of whole matrices follow one another (`turns.py`) nor what other memories
+do (`elsewhere.py`). Needs no torch.
+"""
+
+from functools import partial
+
+from zeroshard.plan.machine.hardware import Cost
+from zeroshard.plan.step.clock import Clock
+from zeroshard.plan.step.elsewhere import Elsewhere
+from zeroshard.plan.step.rank_job import Job
+from zeroshard.plan.step.storages import Storages
+from zeroshard.plan.step.turns import play
+from zeroshard.table.schedule import Record
+from zeroshard.table.spec import itemsize
+from zeroshard.table.step import update_actions
+from zeroshard.table.trace import Event, event_of
+
+__all__ = ["update"]
+
+
+def update(job: Job, clock: Clock, storages: Storages, elsewhere: Elsewhere) -> None:
+    """Update all parameters, and gather those that ranks keep whole."""
+    start_s, sums = clock.now_s, job.sums
+    columns = sums.wide_bytes, sums.wide_apart_bytes, sums.moved_bytes
+    for place, (wide_bytes, wide_apart_bytes, moved_bytes) in enumerate(zip(*columns, strict=True)):
+        wide = storages.make(wide_bytes, "transient", "", "masters in fp32")
+        apart = storages.make(wide_apart_bytes, "transient", "", "masters in fp32", memory="host")
+        turns = job.turns[place] if job.turns else ()
+        play(turns, clock, storages, partial(_update_slices, job, clock, storages, moved_bytes))
+        clock.sent["shard update"] += sum(turn.sent_bytes for turn in turns)
+        storages.drop(apart)
+        storages.drop(wide)
+    elsewhere.update(start_s)
+    optimizers = [one.buckets for one in job.updates]
+    updated = frozenset[int]().union(*optimizers)
+    for kind, number in update_actions(job.units, optimizers):
+        if kind == "step":
+            clock.tick(Event(0, "step", "step", "", 0))
+            continue
+        unit = job.units[number].updated(updated)
+        nbytes = sum(b.layout.full_numel * itemsize(b.formats.param) for b in unit.buckets if b.is_published)
+        clock.tick(event_of(unit, 0, "step", kind, Record()))
+        clock.free_s["gather"] = max(clock.free_s["gather"], clock.now_s)
+        clock.wait(unit.name, clock.collect("gather", unit.name, [("gather", nbytes, "shard")]))
+
+
+def _update_slices(job: Job, clock: Clock, storages: Storages, moved_bytes: int) -> None:
+    """Update what is on the device, but for what is updated whole."""
+    kernels = storages.make(job.update_bytes, "transient", "", "the optimizer's kernels")
+    # The norm of the gradients for clipping reads them once more, and scaling rewrites them.
+    clock.compute("update", clock.kernel_s(Cost(0, float(moved_bytes))))
+    storages.drop(kernels)

@@ -1,0 +1,201 @@
+"""One steady step of a rank: what its forward, its backward and its update issue, in names and integers.
+
+Owns the step. It knows units and the marks of their uses, and neither tensors nor engines: `table/schedule.py` has the
+decisions inside a pass. The film of a plan plays these actions, and the engine's trace is compared with them. Read the
+note of `table/schedule.py` first.
+
+Note: the steady state
+    In the first pass of a kind, ranks agree on each request, and the agreed requests are the record of the next pass.
+    Later passes add the rest of the record: units that are requested again stay gathered, and units that outlast others
+    do not count in the prefetch window. Here one rank simulates these passes in integers until the record no longer
+    changes. Ranks that use the same units in the same order request the same, so they learn nothing from each other.
+"""
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal, final
+
+from zeroshard.table.schedule import Action, Mark, Record, Request, Schedule, hoist, plain_marks, replay_each
+from zeroshard.table.spec import UnitSpec
+
+__all__ = ["Steady", "Uses", "plain_uses", "steady_passes", "update_actions"]
+
+Phase = Literal["forward", "backward"]
+EMPTY = Record()
+"""The record before the first pass."""
+
+
+@final
+@dataclass(frozen=True)
+class Uses:
+    """The uses of units in a forward pass of a model and the backward pass after it.
+
+    Args:
+        forward: marks in order. A unit may be needed again while it is gathered.
+        backward: the same.
+        partial: units that never get all expected gradients. Their gradients are reduced when the pass closes, or
+            where the backward of the unit ends, if that is known.
+    """
+
+    forward: tuple[Mark, ...]
+    backward: tuple[Mark, ...]
+    partial: frozenset[int] = frozenset()
+
+
+@final
+@dataclass(frozen=True)
+class Steady:
+    """A pass of the steady state.
+
+    Args:
+        record: the record that the pass follows, and does not change.
+        actions: for each mark of the pass, what the rank issues there, in order.
+    """
+
+    record: Record
+    actions: Sequence[Sequence[Action]]
+
+
+def plain_uses(count: int) -> Uses:
+    """Return the uses of a model that runs `count` units in sequence inside the root.
+
+    >>> from zeroshard.table.step import plain_uses
+    >>> plain_uses(2).forward
+    (('need', 0), ('need', 1), ('leave', 1), ('close', 0))
+    """
+    (_, forward), (_, backward) = plain_marks(count)
+    return Uses(tuple(forward), tuple(backward))
+
+
+def steady_passes(units: Sequence[UnitSpec], uses: Uses, *, is_reduced: bool = True) -> tuple[Steady, Steady]:
+    """Return the forward and the backward of a micro-batch.
+
+    Args:
+        units: units of the model on a rank, as from `describe_units`.
+        is_reduced: whether the backward reduces gradients; False for a micro-batch under `no_sync()`.
+
+    Raises:
+        ValueError: `uses` has a unit that the model does not have.
+    """
+    if unknown := {unit for _, unit in (*uses.forward, *uses.backward)} - {*range(len(units))}:
+        raise ValueError(f"uses has unit {min(unknown)}, but the model has {len(units)} units. Trace the same model.")
+    held = frozenset(unit.number for unit in units if unit.is_held)
+    # A unit that the forward has not gathered is not gathered in the backward.
+    carried = held & {unit for kind, unit in uses.forward if kind == "need"}
+    forward = _steady(units, uses.forward, Record(held=held))
+    if not is_reduced:
+        dropped = frozenset(unit for kind, unit in uses.backward if kind == "land")
+        return forward, _steady(units, uses.backward, Record(carried=carried), unreduced=dropped)
+    return forward, _steady(units, uses.backward, Record(carried=carried), uses.partial)
+
+
+def update_actions(
+    units: Sequence[UnitSpec], optimizers: Sequence[Collection[int]]
+) -> Iterator[tuple[Literal["publish", "step"], int]]:
+    """Yield the actions of an update: the units that each optimizer publishes, then its step (with the root's number).
+
+    Args:
+        optimizers: for each optimizer, the numbers of the buckets that it has entries of, in the order of updates.
+    """
+    updated = frozenset(number for numbers in optimizers for number in numbers)
+    units = [unit.updated(updated) for unit in units]
+    for numbers in optimizers:
+        for unit in units:
+            if any(bucket.is_published and bucket.number in numbers for bucket in unit.buckets):
+                yield "publish", unit.number
+        yield "step", 0
+
+
+def _steady(
+    units: Sequence[UnitSpec],
+    marks: Sequence[Mark],
+    begin: Record,
+    partial: frozenset[int] = frozenset(),
+    unreduced: frozenset[int] = frozenset(),
+) -> Steady:
+    """Return a pass.
+
+    Args:
+        begin: units that stay gathered after the pass, and units that are gathered before it.
+        unreduced: units whose gradients are complete, but not reduced in this pass.
+    """
+    is_sharded = any(not unit.is_whole for unit in units)
+    has_hooks = is_sharded or any(any(b.row.activations.chains) for unit in units for b in unit.buckets)
+    # Without hooks on modules, the end of a unit's backward is unknown.
+    unseen = unreduced if has_hooks else unreduced | partial
+    places = [
+        place
+        for place, (kind, unit) in enumerate(marks)
+        if not (kind in ("need", "leave") and units[unit].is_whole)
+        and not (kind == "land" and (unit in unseen or not units[unit].reduced))
+    ]
+    due = tuple(marks[place] for place in places)
+    landed = {unit for kind, unit in due if kind == "land"}
+    late = tuple(unit for unit in reversed(range(len(units))) if unit in partial - landed and units[unit].reduced)
+    record, actions = _settle(due, late, begin)
+    found: list[Sequence[Action]] = [()] * len(marks)
+    for place, done in zip(places, actions, strict=True):
+        found[place] = done
+    return Steady(record, found)
+
+
+@lru_cache(256)
+def _settle(
+    marks: tuple[Mark, ...], late: tuple[int, ...] = (), begin: Record = EMPTY
+) -> tuple[Record, Sequence[Sequence[Action]]]:
+    """Return the record that a pass with these marks does not change, and the actions of each mark.
+
+    Args:
+        late: units that are reduced when the pass closes.
+        begin: the record before the first pass, without requests.
+    """
+    record: Record | None = None
+    while True:
+        following, places = _follow(record, marks, late, begin)
+        if following == record:
+            break
+        record = following
+    actions: list[Sequence[Action]] = [()] * len(marks)
+    for place, done in zip(places, replay_each(record, [marks[place] for place in places]), strict=True):
+        actions[place] = done
+    return record, actions
+
+
+def _follow(
+    record: Record | None, marks: Sequence[Mark], late: Sequence[int], begin: Record
+) -> tuple[Record, list[int]]:
+    """Simulate one pass; return the record for the next pass, and the places of the marks on which a rank acts.
+
+    Args:
+        record: None in the first pass, in which ranks agree on each request.
+    """
+    landing = {unit for kind, unit in marks if kind == "land"}
+    schedule = Schedule(record or begin, lambda unit: unit not in landing)
+    requests: list[Request] = list(record.requests) if record is not None else []
+    pinned = set(record.pinned) if record is not None else set[int]()
+    followed: list[int] = []
+    for place, (kind, unit) in enumerate(marks):
+        if kind == "need" and schedule.whole.get(unit):
+            continue
+        followed.append(place)
+        if kind == "need" and schedule.need(unit) is None:
+            if unit in schedule.issued:
+                pinned.add(unit)
+            elif ("gather", unit) not in requests:
+                requests.append(("gather", unit))
+            schedule.flush()
+            schedule.grant(unit)
+        elif kind == "leave":
+            schedule.leave(unit)
+        elif kind == "land" and record is not None:
+            schedule.land(unit)
+        elif kind == "land":
+            requests.append(("reduce", unit))
+        elif kind == "close":
+            schedule.close()
+    if record is None:
+        requests += [("reduce", unit) for unit in late]
+    ordered = hoist(requests) if record is None else tuple(requests)
+    outlasting = frozenset(schedule.outlasting)
+    return Record(ordered, frozenset(pinned), outlasting, begin.held, begin.carried), followed
