@@ -81,7 +81,8 @@ def _is_none(node: ast.AST) -> bool:
 def _compares_memory(node: ast.Compare) -> bool:
     sides = [node.left, *node.comparators]
     sides += [one for side in sides if isinstance(side, ast.Tuple | ast.List | ast.Set) for one in side.elts]
-    names = {_name_of(side) for side in sides}
+    # A member of another class, such as an answer whether values may be read, is no memory.
+    names = {_name_of(side) for side in sides if not isinstance(side, ast.Attribute) or side.attr != "DEVICE"}
     is_text = any(isinstance(side, ast.Constant) and side.value in MEMORIES for side in sides)
     return bool(names & NAMES and not any(map(_is_none, sides))) or (is_text and bool(names & {"place", "where"}))
 

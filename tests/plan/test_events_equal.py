@@ -74,10 +74,16 @@ def planned_run(config: Config, world: int) -> list[Event]:
 
 def events_of(plan: zs.Plan) -> list[Event]:
     """Return the events of a planned step: of several micro-batches, the film plays those between once."""
-    ticks = [Event(STEPS - 1, tick.phase, *tick[1:4], tick.is_pinned, tick.dtype) for tick in plan.film.ticks]
-    starts = [at for at in range(1, len(ticks)) if (ticks[at - 1].phase, ticks[at].phase) == ("backward", "forward")]
-    more = plan.asked.micro_batches - len(starts) - 1
-    return ticks[: starts[1]] + ticks[starts[0] : starts[1]] * more + ticks[starts[1] :] if more else ticks
+    film, found = plan.film, list[list[Event]]()
+    backwards = [one for one in film.phases if one.name == "backward"]
+    for tick in film.ticks:
+        # A tick between two micro-batches belongs to the one whose pass it names.
+        ended = [one.stop_s < tick.at_s or (one.stop_s == tick.at_s and tick.phase != "backward") for one in backwards]
+        found += [[] for _ in range(sum(ended) - len(found) + 1)]
+        found[sum(ended)].append(Event(STEPS - 1, tick.phase, *tick[1:4], tick.is_pinned, tick.dtype))
+    for _ in range(plan.asked.micro_batches - len(backwards)):
+        found.insert(1, found[1])
+    return [event for some in found for event in some]
 
 
 VARIANTS = {
