@@ -57,7 +57,9 @@ def candidate_of(shape: Transformer, options: Options) -> Candidate:
     host_bytes = options.node_processes * film.host_peak_bytes
     verdict = verdict_of(film.peak[0], outside_bytes_of(options), options, host_bytes)
     movable_bytes = sum(film.resident_bytes[column] for column in MOVABLE)
-    movable_bytes += sum(sum(bucket.gradient_bytes) for unit in job.units for bucket in unit.reduced)
+    movable_bytes += sum(
+        sum(one.held_gradient_bytes) for unit in job.units for one in unit.reduced if one.row.gradients.is_on_device
+    )
     return Candidate(options, film.peak[0], film.step_s, verdict, movable_bytes=movable_bytes)
 
 

@@ -200,53 +200,6 @@ class BucketSpec:
             nbytes = count * itemsize(dtype) + self.updates_all * numel * itemsize(self.formats.grad)
         return nbytes * (self.layout.world_size - 1)
 
-    # What `plan/step` reads of a bucket, as counts and ranges of what is in another memory: all or nothing.
-
-    @cached_property
-    def apart(self) -> int:
-        """Number of parameters whose states are in another memory."""
-        return len(self.names) * (not self.row.states.is_on_device)
-
-    @cached_property
-    def apart_parameters(self) -> int:
-        """Number of parameters whose values are in another memory."""
-        return len(self.names) * (not self.row.parameters.is_on_device)
-
-    @cached_property
-    def apart_gradients(self) -> int:
-        """Number of parameters whose gradients are in another memory."""
-        return len(self.names) * (not self.row.gradients.is_on_device)
-
-    @cached_property
-    def apart_states(self) -> Range:
-        """The elements that this rank updates in another memory."""
-        return self.states if self.apart else (self.states[0], self.states[0])
-
-    @cached_property
-    def apart_shard(self) -> Range:
-        """The elements of its shard that this rank keeps in another memory."""
-        return self.shard if self.apart_parameters else (self.shard[0], self.shard[0])
-
-    @cached_property
-    def gradient_bytes(self) -> tuple[int, int]:
-        """Bytes of the gradients that this rank holds on its device, as (parameters, padding)."""
-        return (0, 0) if self.apart_gradients else self.held_gradient_bytes
-
-    @cached_property
-    def apart_gradient_bytes(self) -> int:
-        """Bytes of the gradients that this rank holds in another memory."""
-        return sum(self.held_gradient_bytes) if self.apart_gradients else 0
-
-    @cached_property
-    def shares_apart(self) -> bool:
-        """Whether masters in another memory are the parameters themselves."""
-        return self.apart_parameters > 0 and not self.has_masters
-
-    @cached_property
-    def master_memory(self) -> str:
-        """The memory of masters and states."""
-        return self.row.states.memory
-
 
 @final
 @dataclass(frozen=True)

@@ -141,9 +141,7 @@ class Background(Source):
 
 def _may_wait(slot: Slot) -> bool:
     """Return whether a parameter is gathered for use, and has states, and a gradient of its own, on the host."""
-    spec = slot.bucket.spec
-    is_there = slot.index < min(spec.apart, spec.apart_gradients)
-    return is_there and spec.is_gathered and slot.updater is None and not slot.bucket.dtypes.is_stochastic
+    return slot.bucket.spec.can_update_late and slot.updater is None and not slot.bucket.dtypes.is_stochastic
 
 
 @final

@@ -24,17 +24,18 @@ MOST_PIECES: Final = 64
 def shares_of(bucket: BucketSpec) -> Iterable[tuple[str, str, str, int]]:
     """Yield (column, purpose, memory, bytes) of the parameters and masters that a bucket keeps off the device."""
     row, sizes = bucket.row, bucket.formats
-    for column, what, memory, (start, stop), dtype in (
-        ("parameters", "parameters", row.parameters.memory, bucket.apart_shard, sizes.param),
-        ("states", "masters", bucket.master_memory, bucket.apart_states, sizes.master),
+    for column, what, cell, (start, stop), dtype in (
+        ("parameters", "parameters", row.parameters, bucket.shard, sizes.param),
+        ("states", "masters", row.states, bucket.states, sizes.master),
     ):
-        yield column, what, memory, (stop - start) * itemsize(dtype) * (what == "parameters" or not bucket.shares_apart)
+        if not cell.is_on_device and (what == "parameters" or bucket.has_masters):
+            yield column, what, cell.memory, (stop - start) * itemsize(dtype)
 
 
 def masters_of(bucket: BucketSpec) -> tuple[int, int]:
     """Return the bytes of the masters that a bucket keeps on the device apart from parameters, and of their padding."""
-    here = bucket.apart_states[1], bucket.states[1]
-    return bucket.bytes_of(here, bucket.formats.master) if bucket.has_masters else (0, 0)
+    is_here = bucket.has_masters and bucket.row.states.is_on_device
+    return bucket.bytes_of(bucket.states, bucket.formats.master) if is_here else (0, 0)
 
 
 @final
@@ -73,13 +74,13 @@ class Elsewhere:
         job, clock, arrived_s = self._job, self._clock, 0.0
         for bucket in spec.buckets:
             cell = bucket.row.parameters
-            nbytes = (bucket.apart_shard[1] - bucket.apart_shard[0]) * itemsize(bucket.formats.param)
-            if not nbytes or (self._is_cpu and cell.memory == "host"):
+            nbytes = bucket.layout.shard_numel * itemsize(bucket.formats.param)
+            if cell.is_on_device or (self._is_cpu and not cell.is_in_file):
                 continue
             lanes = clock.lanes_from(clock.now_s)
             copy_s = 0.0 if self._is_cpu else job.device.copy_s(nbytes)
             copies = max(1, -(-nbytes // max(1, cell.place.staging_bytes // 2)))
-            if cell.memory == "file":
+            if cell.is_in_file:
                 work = Work(bucket.name, 0.0, 0.0, copy_s, copies, disk_s=job.device.disk_s(nbytes, job.host_ranks))
                 arrived_s = max(arrived_s, read_ahead(work, lanes))
             else:
@@ -114,26 +115,27 @@ class Elsewhere:
         """Update what is in other memories, beside the update on the device, which began at `start_s`."""
         job, clock, lanes = self._job, self._clock, self._clock.lanes_from(start_s)
         device, buckets = job.device, [b for unit in job.units for b in unit.buckets if b.is_trained]
-        apart = [bucket for bucket in buckets if bucket.apart]
+        away = [bucket for bucket in buckets if not bucket.row.states.is_on_device]
         copied = []
-        for bucket in apart:
+        for bucket in away:
             # Gradients that lie on the device are copied for the update of states elsewhere.
-            is_copied = not (self._is_cpu or bucket.apart_gradients)
-            nbytes = is_copied * bucket.layout.owned_numel(*bucket.apart_states) * itemsize(bucket.formats.master)
+            is_copied = bucket.row.gradients.is_on_device and not self._is_cpu
+            nbytes = is_copied * bucket.layout.owned_numel(*bucket.states) * itemsize(bucket.formats.master)
             what = "gradients for the update"
             copied.append(self._storages.make(nbytes, "transient", bucket.name, what, memory="host"))
             clock.sent["gradients to the host"] += nbytes
             lanes.now_s = lanes.run("out", device.copy_s(nbytes), f"gradients of {bucket.name}")
         # Whether gradients are finite, and the norm that clips them: each reads all of them.
-        read_bytes = 0 if self._is_cpu else 2 * sum(b.apart_gradient_bytes for b in apart)
+        held = [sum(bucket.held_gradient_bytes) for bucket in away if not bucket.row.gradients.is_on_device]
+        read_bytes = 0 if self._is_cpu else 2 * sum(held)
         lanes.now_s = lanes.run("host", device.host_s(read_bytes, job.host_ranks), "norms of gradients")
-        arrived_s = play_update([self._work_of(bucket) for bucket in apart if not self._is_early(bucket)], lanes)
-        for bucket in (bucket for bucket in buckets if bucket.apart_parameters):
+        arrived_s = play_update([self._work_of(bucket) for bucket in away if not self._is_early(bucket)], lanes)
+        for bucket in (one for one in buckets if not one.row.parameters.is_on_device and one.row.states.is_on_device):
             # Parameters with masters on the device are copied to their memory.
-            numel = max(0, bucket.apart_shard[1] - max(bucket.apart_shard[0], bucket.apart_states[1]))
-            nbytes, what = numel * itemsize(bucket.formats.param), f"parameters of {bucket.name}"
+            nbytes = bucket.layout.shard_numel * itemsize(bucket.formats.param)
+            what = f"parameters of {bucket.name}"
             lanes.now_s = lanes.run("out", 0.0 if self._is_cpu else device.copy_s(nbytes), what)
-            if bucket.row.parameters.memory == "file":
+            if bucket.row.parameters.is_in_file:
                 lanes.now_s = lanes.run("write", device.disk_s(nbytes, job.host_ranks), what)
         began_s = lanes.now_s
         for unit in job.units:
@@ -149,9 +151,8 @@ class Elsewhere:
 
     def _is_early(self, bucket: BucketSpec) -> bool:
         """Return whether the host updates a bucket after the step; a gather before each use waits for it."""
-        is_there = bucket.apart and bucket.apart_gradients and bucket.row.states.memory == "host"
         is_known = self._job.is_early and bucket.formats.state == bucket.formats.master
-        return bool(is_there and bucket.is_gathered and is_known and not self._is_cpu)
+        return bucket.can_update_late and is_known and not self._is_cpu
 
     def _work_of(self, bucket: BucketSpec, *, is_there: bool | None = None) -> Work:
         """Return the update of a bucket's part in another memory.
@@ -160,16 +161,16 @@ class Elsewhere:
             is_there: round only what lies in that memory between uses; None for all.
         """
         job, sizes, cell = self._job, bucket.formats, bucket.row.states
-        start, stop = bucket.apart_states
+        start, stop = bucket.states
         numel, sharing = stop - start, job.host_ranks
-        there = max(0, min(stop, bucket.apart_shard[1]) - max(start, bucket.apart_shard[0]))
+        there = 0 if bucket.row.parameters.is_on_device else numel
         sent_bytes = 0 if self._is_cpu or is_there else (numel - there) * itemsize(sizes.param)
         self._clock.sent["parameters from the host"] += sent_bytes
         rounded = there if is_there else numel - there if self._is_early(bucket) else numel
         # Masters that are the parameters themselves are not rounded.
-        rounded_bytes = max(0, rounded - there * bucket.shares_apart) * (itemsize(sizes.master) + itemsize(sizes.param))
+        rounded_bytes = rounded * bucket.has_masters * (itemsize(sizes.master) + itemsize(sizes.param))
         pieces, moved_bytes = 0, 0
-        if cell.memory == "file":
+        if cell.is_in_file:
             kept = max(one.per_element for one in job.updates)
             pieces = min(MOST_PIECES, -(-numel // piece_numel(bucket, kept)))
             moved_bytes = numel * (itemsize(sizes.master) + kept * itemsize(sizes.state))

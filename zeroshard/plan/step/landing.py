@@ -70,11 +70,9 @@ class Landing:
         if not is_named:  # the memory of all sums at once
             self._hold(bucket)
         numel, is_away = one.nbytes // itemsize(sizes.param), False
-        if bucket.apart_gradients and is_named:
-            is_away = bucket.names.index(one.what) < bucket.apart_gradients
-        elif bucket.apart_gradients:
-            # A shape does not say which gradient it is; together they are as many as go to the host.
-            numel = numel * bucket.layout.owned_numel(*bucket.apart_states) // bucket.layout.numel
+        if not bucket.row.gradients.is_on_device:
+            if not is_named:  # a shape does not say which gradient it is; together they are this rank's
+                numel = numel * bucket.layout.owned_numel(*bucket.states) // bucket.layout.numel
             is_away = numel > 0
         if not is_away and (is_taken or not is_named or not is_first):
             return is_first and is_taken
@@ -124,12 +122,13 @@ class Landing:
         """Take the memory of sums, which stays to the end of the step."""
         if bucket.number not in self._held:
             self._held.add(bucket.number)
-            owned, padding = bucket.gradient_bytes
+            owned, padding = bucket.held_gradient_bytes
+            is_here = bucket.row.gradients.is_on_device
             is_mapped = self._job.wire.is_in_place and bucket.holds_whole_gradients
             make, name = self._storages.make, bucket.name
-            make(owned, "gradients", name, "gradients", is_mapped=is_mapped)
-            make(bucket.apart_gradient_bytes, "gradients", name, "gradients", memory="host")
-            make(padding, "padding", name, "padding of gradients", is_mapped=is_mapped)
+            make(owned * is_here, "gradients", name, "gradients", is_mapped=is_mapped)
+            make((owned + padding) * (not is_here), "gradients", name, "gradients", memory="host")
+            make(padding * is_here, "padding", name, "padding of gradients", is_mapped=is_mapped)
 
     def _is_kept(self, bucket: BucketSpec) -> bool:
         return self._job.keeps_gradients or (self._job.wire.is_in_place and bucket.holds_whole_gradients)
@@ -146,7 +145,7 @@ class Landing:
             self._begin(bucket)  # zeros, where no gradient arrived
             taken += [self._local.pop(bucket.number)] if bucket.number in self._local else []
             self._hold(bucket)
-            if bucket.apart_gradients:
+            if not bucket.row.gradients.is_on_device:
                 self._leaving.append((bucket, bucket.number not in self._summed))
             self._summed.add(bucket.number)
             taken += [storages.take(*wanted, spec.name, "wire buffer") for wanted in wire.reduction(bucket)]
@@ -178,7 +177,7 @@ class Landing:
         if leaving:
             self._clock.wait("reductions", self._reduced_s)
         for bucket, is_first in leaving:
-            self._elsewhere.leave(bucket, bucket.apart_gradient_bytes, is_first=is_first)
+            self._elsewhere.leave(bucket, sum(bucket.held_gradient_bytes), is_first=is_first)
 
     def end_pass(self) -> None:
         """Wait for the reductions of a backward."""

@@ -56,7 +56,7 @@ def account_of(updates: Sequence[Updates]) -> Account:
             # Master and states are read and written, the gradient read, the rounded parameter written.
             kept = one.per_element * itemsize(sizes.state) + one.element_bytes
             each = 2 * itemsize(sizes.master) + 2 * kept + itemsize(sizes.grad)
-            if index < bucket.apart:
+            if not bucket.row.states.is_on_device:
                 moved_apart[bucket.number] += (stop - start) * each
             else:
                 moved += (stop - start) * (each + itemsize(sizes.param) * bucket.has_masters)
@@ -77,9 +77,9 @@ def account_of(updates: Sequence[Updates]) -> Account:
 
 def _states_of(one: Owned) -> tuple[str, int, int, str, int]:
     """Return the states of a parameter that this rank updates whole, as in `Account`."""
-    is_apart, memory = one.index < one.bucket.apart, one.bucket.row.states.memory
-    here = (0, one.state_bytes) if is_apart else (one.state_bytes, 0)
-    return one.bucket.name, *here, memory, one.counter_bytes
+    cell = one.bucket.row.states
+    here = (one.state_bytes, 0) if cell.is_on_device else (0, one.state_bytes)
+    return one.bucket.name, *here, cell.memory, one.counter_bytes
 
 
 @final
