@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import CellType, FrameType
-from typing import Any, Final, final
+from typing import Any, Final, cast, final
 
 import torch
 import torch.distributed as dist
@@ -307,8 +307,7 @@ def without_storage(
 
 def local_of(tensor: Tensor) -> Tensor:
     """Return the local tensor of a DTensor, or a plain tensor itself, without communication."""
-    found: Tensor = getattr(tensor, "_local_tensor", tensor)
-    return found
+    return cast("Tensor", getattr(tensor, "_local_tensor", tensor))
 
 
 def has_split(types: Iterable[type]) -> bool:

@@ -10,7 +10,7 @@ from .source import PACKAGE, REPOSITORY
 
 CORE = ("table", "wire", "core")
 ENGINE = (*CORE, "account", "activations", "describe", "join", "setup", "store", "update", "values", "whole")
-BUDGETS = {CORE: 5120, ENGINE: 12120, ("plan",): 6044, ("evidence",): 1830}
+BUDGETS = {CORE: 5120, ENGINE: 12120, ("plan",): 5922, ("evidence",): 1830}
 """Lines of code by rooms."""
 ADDED = {
     "a step that is skipped looks at held gradients": 40,
@@ -27,11 +27,10 @@ ADDED = {
     "a backward after gathered() is refused": 16,
     "arguments that plan/ resolved itself, at the cost of its budget": 66,
     "treatments run in traces, too, which had 660 lines of copies in plan": 52,
+    "the steady step, which plan/ and the sums of bytes had, at the cost of the budget of plan/": 122,
 }
 """Lines of the engine that features have added since the budgets were set."""
 FILE_LINES = 350
-LONGER = (Path("plan/step/film.py"),)
-"""Files that are longer still: the film, which issue 27 has read table/step."""
 README_LINES = 150
 
 
@@ -68,7 +67,7 @@ def test_rooms_are_within_their_budget(rooms: tuple[str, ...]) -> None:
 
 
 def test_files_are_short() -> None:
-    counts = {path: lines for path, lines in loc.count_tree(PACKAGE).items() if path not in LONGER}
+    counts = loc.count_tree(PACKAGE)
     assert {Path("core/engine.py"), Path("wire/memory.py"), Path("cli.py")} <= counts.keys()
     assert over_budget(counts, FILE_LINES, 10**9) == []
 

@@ -280,11 +280,6 @@ def test_a_planted_circle_is_found() -> None:
 
 ENTRIES = ("zeroshard", "zeroshard.cli", "zeroshard.__main__", "zeroshard.testing")
 """Modules where programs start; imports that docs show are entries, too."""
-UNREACHED = {
-    "zeroshard.plan.trace.step_events": "a second reader of traces, which issue 27 replaces by table/step",
-    "zeroshard.plan.trace.uses": "the same",
-}
-"""Modules that only tests reach, each with the reason why it is not gone yet."""
 
 
 def names_in_docs() -> set[str]:
@@ -309,7 +304,7 @@ def unreached(modules: tuple[Module, ...], entries: Collection[str]) -> set[str]
 
 
 def test_each_module_is_reached() -> None:
-    assert unreached(package_modules(), {*ENTRIES, *names_in_docs()}) == UNREACHED.keys()
+    assert unreached(package_modules(), {*ENTRIES, *names_in_docs()}) == set()
 
 
 def test_a_planted_module_that_nothing_imports_is_found() -> None:

@@ -27,16 +27,7 @@ from zeroshard.optim.packed import Packed, tensor_of, views_of
 from zeroshard.update.optimizer import ShardedOptimizer, is_cut
 from zeroshard.whole.owned import OwnedState, is_stored, own_state
 
-__all__ = [
-    "Item",
-    "aliases_of",
-    "generator_items",
-    "groups_of",
-    "held_range",
-    "model_items",
-    "order_of",
-    "state_items",
-]
+__all__ = ["Item", "aliases_of", "generator_items", "groups_of", "held_range", "model_items", "order_of", "state_items"]
 
 Tensor = torch.Tensor
 

@@ -20,16 +20,7 @@ from zeroshard.table.spec import BucketSpec, UnitSpec, itemsize
 from zeroshard.table.step import plain_uses, steady_passes
 from zeroshard.table.wires import Wire
 
-__all__ = [
-    "Owned",
-    "Updates",
-    "add_bytes",
-    "columns_of",
-    "kept_bytes",
-    "on_device",
-    "predict",
-    "step_bytes",
-]
+__all__ = ["Owned", "Updates", "add_bytes", "columns_of", "kept_bytes", "on_device", "predict", "step_bytes"]
 
 COLUMNS: Final = ("parameters", "gradients", "states", "padding", "transient")
 """Bytes of the device."""

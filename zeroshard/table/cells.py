@@ -181,13 +181,9 @@ class Elsewhere(Cell):
         """
         cells, moved, wanted = [self.inner] * len(sizes), 0, Fraction(str(self.fraction)) * sum(sizes)
         usual = sorted(sizes)[len(sizes) // 2] if sizes else 0
-
-        def rank_of(place: int) -> tuple[bool, str]:
-            # Reversed bits: of eight buckets, half are every second one. Larger ones, such as an embedding's, come
-            # last, since they would exceed a small fraction by far.
-            return sizes[place] > 2 * usual, f"{place:b}"[::-1]
-
-        for place in sorted(range(len(sizes)), key=rank_of):
+        # Reversed bits: of eight buckets, half are every second one. Larger ones, such as an embedding's, come last,
+        # since they would exceed a small fraction by far.
+        for place in sorted(range(len(sizes)), key=lambda place: (sizes[place] > 2 * usual, f"{place:b}"[::-1])):
             if moved < wanted:
                 cells[place], moved = replace(self, fraction=1.0), moved + sizes[place]
         return cells
