@@ -52,6 +52,7 @@ def add_commands(app: "typer.Typer", show: Print, fail: Callable[[str], None]) -
         tensor: Annotated[int, typer.Option(help="Ranks of tensor parallelism.")] = 1,
         optimizer: Annotated[str, typer.Option(help="adamw, adamw8bit, muon, lion, ...")] = "adamw",
         micro_batches: Annotated[int, typer.Option(help="Of a step.")] = 1,
+        no_sync: Annotated[bool, typer.Option("--no-sync", help="Reduce gradients in the last of them only.")] = False,
         host: Annotated[float | None, typer.Option(help="Host memory of a node in GB; replaces the preset's.")] = None,
         as_search: Annotated[bool, typer.Option("--search", help="Try many configurations.")] = False,
         as_json: Annotated[bool, typer.Option("--json", help="Print everything, as JSON.")] = False,
@@ -68,7 +69,7 @@ def add_commands(app: "typer.Typer", show: Print, fail: Callable[[str], None]) -
             if as_search:
                 tried = {"batch": batch != 1, "stage": stage is not None, "residency": residency is not None}
                 tried |= {"activations": activations is not None, "mesh": mesh != 1, "tensor": tensor != 1}
-                tried |= {"micro-batches": micro_batches != 1}
+                tried |= {"micro-batches": micro_batches != 1, "no-sync": no_sync}
                 if given := [name for name, is_given in tried.items() if is_given]:
                     raise ValueError(f"--search tries values of --{given[0]} itself; leave it out, or use zs.search().")
                 places = _places(offload)
@@ -100,6 +101,7 @@ def add_commands(app: "typer.Typer", show: Print, fail: Callable[[str], None]) -
                 tensor=tensor,
                 optimizer=optimizer,
                 micro_batches=micro_batches,
+                no_sync=no_sync,
             )
         except (ValueError, TypeError, OSError) as error:
             fail(str(error))
