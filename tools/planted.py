@@ -1013,8 +1013,8 @@ ROOMS = (
     Bug(
         "states of elements are counted twice",
         "account/accounting.py",
-        "                    states += value.nbytes",
-        "                    states += 2 * value.nbytes",
+        'add_bytes(found, "states", cell, (value.nbytes, 0))',
+        'add_bytes(found, "states", cell, (2 * value.nbytes, 0))',
         "tests/engine/test_memory.py::test_resident_bytes_are_exact_on_each_rank[0-2]",
     ),
 )

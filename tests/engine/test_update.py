@@ -57,7 +57,7 @@ class InPieces(Source):
 def in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have each sharded optimizer update in three pieces."""
     LOG.clear()
-    monkeypatch.setattr(handle, "source_of", lambda engine, apart, home, optimizer, per_element: InPieces(optimizer))
+    monkeypatch.setattr(handle, "source_of", lambda engine, stores, optimizer, per_element: InPieces(optimizer))
 
 
 class Extended(torch.optim.AdamW):
