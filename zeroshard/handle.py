@@ -34,7 +34,7 @@ from zeroshard.core.undo import DETACHED
 from zeroshard.core.unit import Unit
 from zeroshard.core.version import VERSION
 from zeroshard.describe.offload import OffloadLike
-from zeroshard.describe.optimizers import Optimizers
+from zeroshard.describe.optimizers import Optimizers, check_entries, optimizers_of
 from zeroshard.describe.parameters import ParametersLike
 from zeroshard.describe.precision import PrecisionLike
 from zeroshard.describe.treatments import ActivationsLike
@@ -383,7 +383,8 @@ class Zero:
         engine.order.barrier(f"attach() of optimizer {number}")
         try:
             row, is_known = self.residency, self._elementwise
-            check_optimizers(self._model, [optimizer], row, is_known, is_final=False, ignored=self._ignored)
+            names = check_entries(self._model, optimizers_of([optimizer]), self._ignored, is_final=False)
+            check_optimizers(names, [optimizer], row, is_known)
             check_updates(self._specs, [*self.optimizers, optimizer], engine.mesh.device)
             reserve(self._stores, self._specs, [optimizer], is_first=False)
         except (TypeError, ValueError) as error:

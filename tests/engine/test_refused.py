@@ -758,3 +758,10 @@ def left_to_the_caller() -> None:
 
 def test_what_is_ignored_may_be_replaced() -> None:
     run_ranks(left_to_the_caller, 2, timeout_s=TIMEOUT_S)
+
+
+@pytest.mark.parametrize("wrong", [5, [torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)]])
+def test_what_is_no_optimizer_is_not_attached(wrong: Any) -> None:
+    zero = zs.shard(nn.Linear(4, 1))
+    with pytest.raises(TypeError, match=rf"must be a torch\.optim\.Optimizer .*; got {type(wrong).__name__}\."):
+        zero.attach(wrong)

@@ -159,13 +159,13 @@ def describe(request: Request, joined: Mesh, forms_of: FormsOf) -> Described:
         return forms[id(parameter)].part(parameter.detach()).numel()
 
     is_final = request.optimizer is not None
-    check_entries(model, optimizers, ignored, is_final=is_final)  # before their states are counted
+    names = check_entries(model, optimizers, ignored, is_final=is_final)  # before their states are counted
     kept = KeptBytes(plans, optimizers, precision, mesh, numel_of)
     row, offload, chosen = choose_least(resolved, kept, request.room_bytes)
     check_patterns(row, [plan.name for plan in plans])
     row = row_with(row, offload, is_alone=kept.is_alone)
     check_memories(row)
-    check_optimizers(model, optimizers, row, settings.elementwise, is_final=is_final, ignored=ignored)
+    check_optimizers(names, optimizers, row, settings.elementwise)
     check_activations(row.activations, plans, len(mesh.tensor_ranks))
     units = describe_units(
         plans,
@@ -319,21 +319,16 @@ def _lay_out(mesh: Mesh, axes: Axes, wanted: DeviceMesh | int | None) -> Mesh:
 
 
 def check_optimizers(
-    model: nn.Module,
+    names: Mapping[int, str],
     optimizers: Sequence[torch.optim.Optimizer],
     row: Residency,
     elementwise: bool | None,
-    *,
-    is_final: bool,
-    ignored: Mapping[int, str],
 ) -> None:
-    """Raise if optimizers do not match the model, or if an update cannot be sharded.
+    """Raise if an update cannot be sharded.
 
     Args:
-        ignored: the names of ignored parameters, by identity.
-        is_final: False if another optimizer may follow (`zero.attach`), so that missing parameters are not an error.
+        names: the names of the model's parameters, by identity, from `check_entries`.
     """
-    names = check_entries(model, optimizers, ignored, is_final=is_final)
     for optimizer in optimizers:
         kind = type(optimizer).__name__
         refuse(optimizer)
