@@ -7,9 +7,9 @@ Note: the life of a parameter's bytes
     `Bucket.full` holds the whole bucket; the model's parameters are always views of it. Where parameters are kept
     whole, `shard` is a view of `full`, and nothing is copied. Where parameters are sharded, `shard` is a tensor of its
     own, on the device or elsewhere, and `full` has no memory between uses. `open()` allocates `full` and copies a shard
-    on the device into it, `brought()` one from elsewhere, a gather the other ranks' parts, and `close()` releases the
-    memory. The views stay valid throughout, also those that
-    autograd saved. `wire/memory.py` decides whether memory is private or shared on the host.
+    on the device into it, `brought()` a shard from elsewhere, a gather the other ranks' parts, and `close()` releases
+    the memory. The views stay valid throughout, also those that autograd saved. `wire/memory.py` decides whether memory
+    is private or shared on the host.
 """
 
 import warnings

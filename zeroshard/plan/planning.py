@@ -240,7 +240,8 @@ def optimizers_named(asked: Any, model: Any = None, ignored: Sequence[object] = 
         ignored: as in `zs.shard`.
 
     Raises:
-        TypeError: the argument is neither a name nor optimizers, or is no name for a shape.
+        TypeError: the optimizer is neither a name nor a list of optimizers, or the model is a shape and the optimizer
+            is not a name.
         ValueError: the name is unknown, or the optimizers do not match the module.
     """
     if isinstance(asked, str) and asked not in OPTIMIZERS:

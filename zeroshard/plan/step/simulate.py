@@ -1,4 +1,4 @@
-"""The simulation of one step: what is there before it, its micro-batches, its update.
+"""The simulation of one step: the memory that earlier steps left, the micro-batches, the update.
 
 Owns the order of these parts; `passes.py` plays a pass, `updating.py` the update. Read both first. Needs no torch.
 """
@@ -69,7 +69,7 @@ class _Rank:
         self._passes = Passes(job, self._clock, self.storages, self.elsewhere)
 
     def before(self, *, is_first: bool) -> Sequence[Event]:
-        """Take the memory of what is there before a step, and return its events."""
+        """Take the memory that is in use when a step begins; return the events of that memory."""
         job, make, is_mapped = self._job, self.storages.make, self._job.wire.is_in_place
         for unit in job.units:
             for bucket in unit.buckets:

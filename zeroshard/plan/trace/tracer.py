@@ -161,7 +161,7 @@ def _pass(
 
     def unpack(packed: tuple[int | None, Tensor]) -> Tensor:
         unit, tensor = packed
-        if watch is not None and unit is not None:
+        if watch is not None:
             watch.unpack(unit)
         return tensor
 

@@ -7,7 +7,7 @@ not know what a treatment does. Read `recorder.py` and `activations/chain.py` fi
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, final
+from typing import Any, cast, final
 
 import torch
 from torch import Tensor, nn
@@ -106,14 +106,13 @@ class Treated(Saved):
 
     def unpack(self, packed: Any) -> Tensor:
         """Return the tensor."""
-        found: Tensor
-        if isinstance(packed, tuple):
-            unit, found = packed
-            if self._watch is not None and unit is not None:
-                self._watch.unpack(unit)
-            return found
-        found = packed.value if packed.treatment is None else packed.treatment.restore(packed)
-        return found
+        if not isinstance(packed, tuple):
+            restored: Tensor = packed.value if packed.treatment is None else packed.treatment.restore(packed)
+            return restored
+        unit, tensor = packed
+        if self._watch is not None:
+            self._watch.unpack(unit)
+        return cast("Tensor", tensor)
 
     def _unit(self) -> int:
         return next((units[-1] for units in reversed(self._under_way) if units), ROOT)

@@ -145,9 +145,9 @@ class UnitWatch:
         """Return the unit of a parameter whose memory a tensor shares."""
         return self._by_storage.get(storage_of(tensor)) if tensor.layout is torch.strided else None
 
-    def unpack(self, number: int) -> None:
-        """Note that the backward reads a saved parameter of a unit."""
-        if graph_task() != -1:
+    def unpack(self, number: int | None) -> None:
+        """Note that the backward reads a saved tensor of `unit_of`; nothing if it is of no unit."""
+        if number is not None and graph_task() != -1:
             self._need(number)
 
     def _open(self) -> None:
