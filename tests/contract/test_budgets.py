@@ -25,11 +25,14 @@ ADDED = {
     "batch norm under treatments of activations": 16,
     "what random programs of more features found": 10,
     "a backward after gathered() is refused": 16,
-    "arguments that plan/ resolved itself, at the cost of its budget": 66,
-    "treatments run in traces, too, which had 660 lines of copies in plan": 52,
-    "the steady step, which plan/ and the sums of bytes had, at the cost of the budget of plan/": 122,
 }
 """Lines of the engine that features have added since the budgets were set."""
+MOVED = {
+    "arguments that plan/ resolved itself": 66,
+    "treatments, which run in traces, too": 52,
+    "the steady step": 122,
+}
+"""Lines that came to the engine's rooms from plan/, whose budget is lower by as many or more."""
 FILE_LINES = 350
 README_LINES = 150
 
@@ -62,7 +65,7 @@ def count(rooms: tuple[str, ...]) -> dict[Path, int]:
 
 @pytest.mark.parametrize("rooms", BUDGETS, ids="+".join)
 def test_rooms_are_within_their_budget(rooms: tuple[str, ...]) -> None:
-    added = sum(ADDED.values()) if set(CORE) <= set(rooms) else 0
+    added = (sum(ADDED.values()) if set(CORE) <= set(rooms) else 0) + (sum(MOVED.values()) if rooms == ENGINE else 0)
     assert over_budget(count(rooms), 10**9, BUDGETS[rooms] + added) == []
 
 
