@@ -39,8 +39,7 @@ from zeroshard.describe.parameters import ParametersLike
 from zeroshard.describe.precision import PrecisionLike
 from zeroshard.describe.treatments import ActivationsLike
 from zeroshard.join.start import accepted_by_all, everybody_at
-from zeroshard.optim.keeps import state_cost, whole_costs
-from zeroshard.optim.whole import whole_of
+from zeroshard.optim.keeps import kept_by
 from zeroshard.report.profile import Profile
 from zeroshard.setup.automatic import free_bytes
 from zeroshard.setup.equal import check_equal, facts_of, facts_of_optimizer, tell_refusal
@@ -397,13 +396,10 @@ class Zero:
         """Take over an optimizer after its checks."""
         move_states(optimizer, self.mesh.device)
         self._chosen += choose_kernels(self._engine.guard, optimizer, self._engine.undo)
-        whole = whole_of(optimizer)
-        costs = {} if whole is None else whole_costs(optimizer, whole)
-        number, cost = len(self._sharded), state_cost(optimizer)
-        source = source_of(self._engine, self._stores, optimizer, cost[0] if cost else 0)
-        self._sharded.append(ShardedOptimizer(self._engine, optimizer, number, source, cost))
+        number, kept = len(self._sharded), kept_by(optimizer)
+        source = source_of(self._engine, self._stores, optimizer, kept.cost[0] if kept.cost else 0)
+        self._sharded.append(ShardedOptimizer(self._engine, optimizer, number, source, kept))
         open_states(self._engine, self._sharded[-1])
-        self._sharded[-1].whole_costs = costs
         give_sums(self._engine, optimizer)
         if self._engine.comm.watchdog is not None and len(self._sharded) == 1:
             self._engine.undo.keep(optimizer.register_step_post_hook(self._engine.comm.watchdog.count_step))

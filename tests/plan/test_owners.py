@@ -1,6 +1,5 @@
 """Plans of optimizers that need whole matrices: states by owner, the exchange, and its time, beside real runs."""
 
-import dataclasses
 import time
 from collections.abc import Callable
 from typing import Any
@@ -18,10 +17,9 @@ from zeroshard.plan.machine.hardware import DEVICES
 from zeroshard.plan.named import PRECISIONS, specs_of
 from zeroshard.plan.step.rank_job import Job
 from zeroshard.plan.step.simulate import make_film
-from zeroshard.plan.step.turns import KINDS, turns_of
-from zeroshard.table.bytes import Updates
-from zeroshard.table.spec import UnitSpec
-from zeroshard.table.whole import Matrix, own
+from zeroshard.plan.step.turns import KINDS
+from zeroshard.table.bytes import Owned
+from zeroshard.table.whole import make_updates
 from zeroshard.table.wires import Native
 
 FP32 = PRECISIONS["fp32"]
@@ -131,25 +129,20 @@ def test_a_plan_says_what_each_rank_owns() -> None:
 def test_all_ranks_wait_for_the_slowest_owner() -> None:
     """One matrix of many ranks: the step takes as long as its owner, which computes what one rank alone does."""
     device = DEVICES["h100-80"]
-    unit = UnitSpec(0, "", tuple(specs_of({"": (("weight", 4096 * 4096),)}, row_of(3, None, None), FP32, 4)[0].buckets))
-    (bucket,) = unit.buckets
-    matrix = Matrix(bucket, 0, (4096, 4096), 1.0, 0, 0, "newton-schulz")
-    owned = own([matrix], 4)
-    (turn,) = turns_of([matrix], owned, device)
+    films = []
+    for rank in range(4):
+        (unit,) = specs_of({"": (("weight", 4096 * 4096),)}, row_of(3, None, None), FP32, 4, rank=rank)
+        owned = Owned(unit.buckets[0], 0, (4096, 4096), 0, 0, 1.0, "newton-schulz")
+        job = Job([unit], (), [make_updates([owned], (0, 0))], Native(), device, "float32", {"shard": device.spread(4)})
+        ((turn,),) = job.sums.turns
+        films.append(make_film(job))
+        assert films[-1].sent_bytes["shard update"] == turn.sent_bytes
     alone_s = sum(device.kernel_s(cost, "bfloat16") for cost in KINDS["newton-schulz"].kernels((4096, 4096)))
     assert sorted(turn.update_s) == [0, 0, 0, pytest.approx(alone_s)]
     assert alone_s > 5 * 6 * 4096**3 / device.peak_flops["bfloat16"]
-    updates = [Updates([], 0, 0, whole=owned)]
-    spans = {"shard": device.spread(4)}
-    films = []
-    for rank in range(4):
-        seen = dataclasses.replace(turn, rank=rank)
-        job = Job([unit], (), updates, Native(), device, "float32", spans, turns=[[seen]])
-        films.append(make_film(job))
-    sent_s = [device.collective_s("all-to-all", turn.most_numel * 4, spans["shard"])] * 3
+    sent_s = [device.collective_s("all-to-all", turn.most_numel * 4, device.spread(4))] * 3
     for film in films:
         assert film.update_s == pytest.approx(alone_s + sum(sent_s), rel=0.01)
-        assert film.sent_bytes["shard update"] == turn.sent_bytes
     waited = [film.exposed_s for film in films]
     assert waited[1] == pytest.approx(waited[0] + alone_s, rel=0.01)
 

@@ -12,10 +12,9 @@ import torch
 from zeroshard.core.engine import Engine
 from zeroshard.core.slot import slot_of
 from zeroshard.core.unit import Unit
-from zeroshard.optim.keeps import whole_bytes
 from zeroshard.optim.packed import parts_of
-from zeroshard.table.bytes import Owned, Updates, add_bytes, columns_of, kept_bytes, predict, step_bytes
-from zeroshard.table.spec import BucketSpec, itemsize
+from zeroshard.optim.updates import Entry, updates_of_optimizer
+from zeroshard.table.bytes import Updates, add_bytes, columns_of, kept_bytes, predict, step_bytes
 from zeroshard.table.trace import Memory
 from zeroshard.update.optimizer import ShardedOptimizer, is_cut
 from zeroshard.whole.owned import is_stored
@@ -51,18 +50,12 @@ def predict_step_bytes(units: Sequence[Unit], optimizers: Sequence[ShardedOptimi
 
 
 def _updates(optimizer: ShardedOptimizer) -> Updates:
-    sliced, whole = list[tuple[BucketSpec, int]](), list[Owned]()
-    for place, group in enumerate(optimizer.optimizer.param_groups):
-        for slot in map(slot_of, group["params"]):
-            spec, index = slot.bucket.spec, slot.index
-            if slot.updater is None:
-                sliced.append((spec, index))
-            else:
-                shape = slot.bucket.places.shapes[index]
-                kept = optimizer.whole_costs.get((place, len(shape)), ())
-                nbytes = whole_bytes(kept, shape, itemsize(spec.formats.state))
-                whole.append(Owned(spec, index, slot.updater, *nbytes))
-    return Updates(sliced, *(optimizer.state_cost or (0, 0)), whole=whole)
+    def entry_of(master: torch.Tensor) -> Entry:
+        slot = slot_of(master)
+        owner = -1 if slot.updater is None else slot.updater
+        return slot.bucket.spec, slot.index, slot.bucket.places.shapes[slot.index], owner
+
+    return updates_of_optimizer(optimizer.optimizer, entry_of, kept=optimizer.kept)
 
 
 def _add_states(found: Counter[str], optimizers: Sequence[ShardedOptimizer]) -> None:

@@ -1,7 +1,6 @@
 """The states of an optimizer, determined by a step of a new instance of its class on small parameters.
 
-Owns these trial steps. It must not know shards: `account/accounting.py` and plans multiply by the size of a rank's
-slice.
+Owns these trial steps. It must not know shards: `updates.py` has the sizes of a rank's slices.
 """
 
 import inspect
@@ -13,9 +12,9 @@ from typing import Any, final
 import torch
 
 from zeroshard.optim.packed import PackingOptimizer, parts_of
-from zeroshard.optim.whole import Whole
+from zeroshard.optim.whole import Whole, whole_of
 
-__all__ = ["NOT_OPTIONS", "StateShape", "is_taken", "rebuild", "state_cost", "whole_bytes", "whole_costs"]
+__all__ = ["NOT_OPTIONS", "Kept", "StateShape", "is_taken", "kept_by", "rebuild", "state_cost", "whole_bytes"]
 
 Tensor = torch.Tensor
 Options = Mapping[str, Any]
@@ -24,9 +23,9 @@ NOT_OPTIONS = frozenset(["params", "param_names", "initial_lr"])
 """Keys of groups that are not options of the class."""
 
 
-def is_taken(whole: Whole, group: Options, parameter: Tensor) -> bool:
+def is_taken(whole: Whole, group: Options, shape: Sequence[int]) -> bool:
     """Return whether an optimizer updates a parameter of a group as a whole tensor."""
-    return bool(group.get("whole", True)) and whole.takes(tuple(parameter.shape))
+    return bool(group.get("whole", True)) and whole.takes(tuple(shape))
 
 
 def state_cost(optimizer: torch.optim.Optimizer) -> tuple[int, ...] | None:
@@ -91,15 +90,37 @@ def whole_bytes(kept: Sequence[StateShape], shape: tuple[int, ...], itemsize: in
     return stored, sum(numel * (each or itemsize) for numel, each, is_counter in found if is_counter)
 
 
-def whole_costs(optimizer: torch.optim.Optimizer, whole: Whole) -> dict[tuple[int, int], tuple[StateShape, ...]]:
-    """Return the states of an optimizer for parameters that it updates whole, by index of group and by dimensions.
+@final
+@dataclass(frozen=True)
+class Kept:
+    """What an optimizer keeps, as trial steps determine it.
 
-    A step on parameters with prime dimensions determines them; empty if the step fails.
+    Args:
+        cost: of slices, as from `state_cost`.
+        mark: which parameters it updates whole.
+        shapes: of the states of these, by index of group and by number of dimensions.
+    """
+
+    cost: tuple[int, ...] | None
+    mark: Whole | None
+    shapes: Mapping[tuple[int, int], tuple[StateShape, ...]]
+
+
+def kept_by(optimizer: torch.optim.Optimizer) -> Kept:
+    """Return what an optimizer keeps; its groups hold the model's parameters."""
+    whole = whole_of(optimizer)
+    return Kept(state_cost(optimizer), whole, {} if whole is None else _whole_costs(optimizer, whole))
+
+
+def _whole_costs(optimizer: torch.optim.Optimizer, whole: Whole) -> dict[tuple[int, int], tuple[StateShape, ...]]:
+    """Return the states of parameters that are updated whole; a step on prime dimensions determines them.
+
+    Nothing where the step fails.
     """
     found: dict[tuple[int, int], tuple[StateShape, ...]] = {}
     for place, group in enumerate(optimizer.param_groups):
         options = {key: value for key, value in group.items() if key not in NOT_OPTIONS}
-        for ndim in {p.ndim for p in group["params"] if is_taken(whole, group, p) and p.ndim <= len(PRIMES)}:
+        for ndim in {p.ndim for p in group["params"] if is_taken(whole, group, p.shape) and p.ndim <= len(PRIMES)}:
             part = torch.nn.Parameter(torch.ones(PRIMES[:ndim], dtype=torch.float32, device="cpu"))
             part.grad = torch.ones_like(part)
             try:

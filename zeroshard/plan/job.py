@@ -15,20 +15,18 @@ from zeroshard.describe.axes import axes_of, check_count
 from zeroshard.describe.offload import ELEMENTWISE, Offload, check_in_files, row_with
 from zeroshard.describe.parameters import check_patterns
 from zeroshard.plan.machine.hardware import Cost, Device
-from zeroshard.plan.named import OPTIMIZERS, PRECISIONS, States, matrices_of, own_units, specs_of, updates_of
+from zeroshard.plan.named import OPTIMIZERS, PRECISIONS, States, own_units, specs_of, updates_of
 from zeroshard.plan.shape.shapes import Transformer
 from zeroshard.plan.shape.tape import Parts, coarse, instructions
 from zeroshard.plan.shape.transformer import Kernels, Workload, cached_tapes
 from zeroshard.plan.step.rank_job import Account, Job, account_of
 from zeroshard.plan.step.script import Call
-from zeroshard.plan.step.turns import Turn, turns_of
 from zeroshard.table.activations import Activations, Chain, Offloaded, Partitioned, Recomputed, fits
 from zeroshard.table.bytes import Updates
 from zeroshard.table.cells import Residency
 from zeroshard.table.settings import WIRE_BYTES
 from zeroshard.table.spec import Formats, UnitSpec, itemsize
 from zeroshard.table.stages import name_of_row
-from zeroshard.table.whole import own
 from zeroshard.table.wires import SHOWN_NUMEL, HostWire, Messages, Native, Silence, Wire
 
 __all__ = [
@@ -261,7 +259,7 @@ def job_of_shape(model: Transformer, options: Options, *, is_coarse: bool = Fals
     row = dataclasses.replace(options.placed_row, activations=Activations())
     sharding = (model, options.tensor, row, formats, options.shard_ranks, options.replicas, rank)
     specs = _specs(*sharding)
-    updates, account, turns = _account(options.optimizer, device, *sharding)
+    updates, account = _account(options.optimizer, device, *sharding)
     for pattern, _ in options.row.activations.units:
         if not any(fits(unit.name, pattern) for unit in specs):
             names = ", ".join(unit.name for unit in specs if unit.name)
@@ -293,7 +291,6 @@ def job_of_shape(model: Transformer, options: Options, *, is_coarse: bool = Fals
         account=account,
         host_ranks=options.node_processes,
         is_early=options.is_filed,
-        turns=turns,
         no_sync=options.no_sync,
     )
 
@@ -357,14 +354,9 @@ def _specs(
 
 
 @lru_cache(256)
-def _account(
-    optimizer: str, device: Device, model: Transformer, *sharding: Any
-) -> tuple[Sequence[Updates], Account, Sequence[Sequence[Turn]]]:
-    states, specs = OPTIMIZERS[optimizer], _specs(model, *sharding)
-    matrices = [] if states.whole is None else matrices_of(specs, states.whole, model.sides_of)
-    owned = own(matrices, specs[0].buckets[0].layout.world_size) if matrices else []
-    updates = [updates_of(specs, states, owned)]
-    return updates, account_of(updates), [turns_of(matrices, owned, device)] if matrices else ()
+def _account(optimizer: str, device: Device, model: Transformer, *sharding: Any) -> tuple[Sequence[Updates], Account]:
+    updates = [updates_of(_specs(model, *sharding), OPTIMIZERS[optimizer], model.sides_of)]
+    return updates, account_of(updates, device)
 
 
 @lru_cache(1024)

@@ -17,7 +17,7 @@ from zeroshard.table.cells import Residency
 from zeroshard.table.layout import plan_layout
 from zeroshard.table.owners import newton_schulz_cost
 from zeroshard.table.spec import BucketSpec, Formats, UnitSpec, itemsize
-from zeroshard.table.whole import Matrix
+from zeroshard.table.whole import make_updates
 
 __all__ = [
     "OPTIMIZERS",
@@ -25,7 +25,6 @@ __all__ = [
     "States",
     "Whole",
     "kernel_bytes_of",
-    "matrices_of",
     "own_units",
     "specs_of",
     "updates_of",
@@ -153,33 +152,25 @@ def specs_of(
     return with_places(found, row)
 
 
-def updates_of(units: Sequence[UnitSpec], states: States, owned: Sequence[Owned] = ()) -> Updates:
+def updates_of(
+    units: Sequence[UnitSpec], states: States, shape_of: Callable[[str, int], Shape] = lambda name, numel: (numel,)
+) -> Updates:
     """Return what one optimizer of all trained parameters updates and keeps.
-
-    Args:
-        owned: what it updates whole.
-    """
-    buckets, taken = [bucket for unit in units for bucket in unit.reduced], {(o.bucket.number, o.index) for o in owned}
-    places = [(b, index) for b in buckets for index in range(len(b.names)) if (b.number, index) not in taken]
-    packed = (states.element_bytes, states.block_bytes, states.block_numel)
-    return Updates(places, states.per_element, states.counter_bytes, *packed, whole=owned)
-
-
-def matrices_of(units: Sequence[UnitSpec], whole: Whole, shape_of: Callable[[str, int], Shape]) -> list[Matrix]:
-    """Return the parameters that an optimizer updates whole.
 
     Args:
         shape_of: of a parameter by its name and elements.
     """
-    found = []
-    for bucket in (bucket for unit in units for bucket in unit.buckets):
+    entries = list[tuple[BucketSpec, int] | Owned]()
+    for bucket in (bucket for unit in units for bucket in unit.reduced):
         for index, (name, numel) in enumerate(zip(bucket.names, bucket.layout.numels, strict=True)):
-            shape = shape_of(name, numel)
-            if whole.takes(name, shape):
-                nbytes = whole.keeps(shape) * itemsize(bucket.formats.state)
-                cost = float(whole.cost(shape))
-                found.append(Matrix(bucket, index, shape, cost, nbytes, whole.counter_bytes, whole.kind))
-    return found
+            whole, shape = states.whole, shape_of(name, numel)
+            if whole is None or not whole.takes(name, shape):
+                entries.append((bucket, index))
+            else:
+                nbytes = whole.keeps(shape) * itemsize(bucket.formats.state), whole.counter_bytes
+                entries.append(Owned(bucket, index, shape, *nbytes, float(whole.cost(shape)), whole.kind))
+    packed = states.element_bytes, states.block_bytes, states.block_numel
+    return make_updates(entries, (states.per_element, states.counter_bytes, *packed))
 
 
 def kernel_bytes_of(updates: Sequence[Updates], states: States) -> int:

@@ -397,7 +397,7 @@ def _class_of(title: str, count: int, other: Job, film: Film, reserved_bytes: in
         film: of the first rank's steady step.
         reserved_bytes: of the first rank.
     """
-    if not any(turn.numels for turns in other.turns for turn in turns):
+    if not any(turn.numels for turns in other.sums.turns for turn in turns):
         here, elsewhere = resident_bytes(other, film)
         return RankClass(title, count, here, film.peak[0], reserved_bytes, elsewhere)
     # Ranks that own other matrices have other states, and other buffers in the exchange.

@@ -33,7 +33,7 @@ from zeroshard.plan.trace.splitting import check_split
 from zeroshard.plan.trace.tracer import trace_step
 from zeroshard.plan.trace.treated import Treated
 from zeroshard.plan.trace.uses import UnitWatch
-from zeroshard.plan.updates import updates_and_turns
+from zeroshard.plan.updates import updates_for
 from zeroshard.store.bus import SMALL_BYTES
 from zeroshard.table.bytes import Updates
 from zeroshard.table.schedule import ROOT
@@ -174,7 +174,7 @@ def trace_job(
         )
     by_category = _before(trace)
     script = Script(_stream(trace, names, Phase.FORWARD), _stream(trace, names, Phase.BACKWARD), watch.partial)
-    updates, turns = updates_and_turns(specs, options, homes)
+    updates = updates_for(specs, options, homes)
     spans = {
         "shard": options.device.spread(options.shard_ranks, options.tensor),
         "replicate": options.device.spread(options.replicas, options.tensor * options.shard_ranks),
@@ -195,7 +195,6 @@ def trace_job(
         update_bytes=_update_bytes(options, updates),
         host_ranks=options.node_processes,
         is_early=options.is_filed,
-        turns=turns,
         no_sync=options.no_sync,
     )
     flops = sum(cost.flops for order, cost in trace.kernels if trace.phase_at(order) is Phase.FORWARD)
@@ -232,8 +231,7 @@ def _other_ranks(
             replicas=options.replicas,
             numel_of=local_numel,
         )
-        updates, turns = updates_and_turns(specs, options, homes)
-        other = dataclasses.replace(job, units=specs, updates=updates, turns=turns)
+        other = dataclasses.replace(job, units=specs, updates=updates_for(specs, options, homes))
         found.append((name, count * options.replicas * options.tensor, other))
     return found
 

@@ -13,14 +13,14 @@ from torch import nn
 from zeroshard.describe.ignored import ignored_of
 from zeroshard.describe.optimizers import check_entries, optimizers_of
 from zeroshard.optim import Adafactor, Muon, muon_groups
-from zeroshard.optim.updates import updates_of_optimizer
+from zeroshard.optim.keeps import kept_by
+from zeroshard.optim.updates import Entry, updates_of_optimizer
 from zeroshard.plan.job import Options
 from zeroshard.plan.named import OPTIMIZERS, updates_of
-from zeroshard.plan.step.turns import Turn, turns_of
 from zeroshard.table.bytes import Updates
 from zeroshard.table.spec import UnitSpec
 
-__all__ = ["name_of", "optimizers_for", "updates_and_turns"]
+__all__ = ["name_of", "optimizers_for", "updates_for"]
 
 Optimizer = torch.optim.Optimizer
 OURS: Final = ("torch.optim", "zeroshard.optim")
@@ -55,10 +55,8 @@ def name_of(optimizers: Sequence[Optimizer]) -> str:
     )
 
 
-def updates_and_turns(
-    units: Sequence[UnitSpec], options: Options, names: Mapping[int, str]
-) -> tuple[list[Updates], list[list[Turn]]]:
-    """Return the states and updates of the optimizers, and for each optimizer the rounds of its whole updates.
+def updates_for(units: Sequence[UnitSpec], options: Options, names: Mapping[int, str]) -> list[Updates]:
+    """Return the states and updates of the optimizers.
 
     Args:
         names: names of the parameters of `options.optimizers`, by identity.
@@ -67,16 +65,19 @@ def updates_and_turns(
         ValueError: the states of an optimizer cannot be determined by a trial step.
     """
     if not options.optimizers:
-        return [updates_of(units, OPTIMIZERS[options.optimizer])], []
+        return [updates_of(units, OPTIMIZERS[options.optimizer])]
     places = {name: (b, index) for unit in units for b in unit.buckets for index, name in enumerate(b.names)}
-    updates, turns = list[Updates](), list[list[Turn]]()
+
+    def entry_of(parameter: nn.Parameter) -> Entry | None:
+        place = places.get(names[id(parameter)])
+        return None if place is None else (*place, tuple(parameter.shape), -1)
+
+    updates = list[Updates]()
     for one in options.optimizers:
-        found, matrices = updates_of_optimizer(one, lambda p: places.get(names[id(p)]), options.shard_ranks)
-        if found is None:
+        updates.append(updates_of_optimizer(one, entry_of, kept=(kept := kept_by(one))))
+        if kept.cost is None and updates[-1].parameters:
             raise ValueError(
                 f"optimizer=: the states of {type(one).__name__} cannot be determined by a trial step, because its "
                 "groups do not suffice to build it. Give the name of an optimizer with equal states, such as 'adamw'."
             )
-        updates.append(found)
-        turns.append(turns_of(matrices, found.whole, options.device))
-    return updates, turns
+    return updates

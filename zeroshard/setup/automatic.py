@@ -19,11 +19,12 @@ from zeroshard.describe.offload import Offload, reached, row_with, text_of
 from zeroshard.describe.precision import Precision
 from zeroshard.describe.specs import describe_units
 from zeroshard.describe.units import UnitPlan
-from zeroshard.optim.updates import updates_of_optimizers
+from zeroshard.optim.updates import USUAL_COST, Entry, updates_of_optimizer
 from zeroshard.table.bytes import on_device, predict
 from zeroshard.table.cells import Residency
 from zeroshard.table.settings import Settings
 from zeroshard.table.spec import UnitSpec
+from zeroshard.table.whole import make_updates
 from zeroshard.table.wires import Messages, Silence
 from zeroshard.wire.comm import gather_across_ranks
 from zeroshard.wire.mesh import Mesh
@@ -64,9 +65,16 @@ class KeptBytes:
 
     def __call__(self, row: Residency, offload: Offload | None) -> int:
         """Return the bytes with a row and an offload."""
-        units, mesh = self.units(row, offload), self.mesh
+        units = self.units(row, offload)
         names = {id(p): name for plan in self.plans for name, p in plan.parameters}
-        updates = updates_of_optimizers(self.optimizers, units, names, mesh.shard_size)
+        places = {name: (b, index) for unit in units for b in unit.buckets for index, name in enumerate(b.names)}
+
+        def entry_of(parameter: nn.Parameter) -> Entry:
+            return *places[names[id(parameter)]], tuple(parameter.shape), -1
+
+        # States that no trial step determines, or of an optimizer that is attached later, count as AdamW's.
+        updates = [updates_of_optimizer(one, entry_of, unknown=USUAL_COST) for one in self.optimizers]
+        updates = updates or [make_updates(places.values(), USUAL_COST)]
         wire = Silence() if self.is_alone else Messages()
         return on_device(predict(units, updates, wire))
 

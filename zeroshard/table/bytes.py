@@ -35,15 +35,20 @@ class Owned:
 
     Args:
         index: index of the parameter in the bucket.
-        owner: the rank that updates it.
         state_bytes, counter_bytes: bytes of its optimizer states and counters.
+        cost: balances owners.
+        kind: says how long an update takes: "newton-schulz", "adafactor" or "other".
+        owner: the rank that updates it; -1 until `make_updates` chooses it.
     """
 
     bucket: BucketSpec
     index: int
-    owner: int
-    state_bytes: int = 0
-    counter_bytes: int = 0
+    shape: tuple[int, ...]
+    state_bytes: int
+    counter_bytes: int
+    cost: float = 0.0
+    kind: str = "other"
+    owner: int = -1
 
     @property
     def is_kept(self) -> bool:

@@ -1,48 +1,35 @@
-"""Parameters that are updated as a whole, and their owners.
+"""What optimizers update: slices of parameters, and whole parameters with their owners.
 
-Owns the assignment of an optimizer's matrices to ranks, as integers. It must not know tensors. `owners.py` balances
-costs.
+Owns the making of `Updates`, and the assignment of an optimizer's matrices to ranks, as integers. It must not know
+tensors. `owners.py` balances costs.
 """
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from zeroshard.table.bytes import Owned, Updates
 from zeroshard.table.owners import plan_owners
 from zeroshard.table.spec import BucketSpec
 
-__all__ = ["Matrix", "own", "owned_bytes"]
+__all__ = ["make_updates", "owned_bytes"]
 
 
-class Matrix(NamedTuple):
-    """A parameter that an optimizer updates as a whole, and its place among the buckets.
-
-    `cost` balances owners. `kind` says how long an update takes: "newton-schulz", "adafactor" or "other".
-    """
-
-    bucket: BucketSpec
-    place: int
-    shape: tuple[int, ...]
-    cost: float
-    state_bytes: int
-    counter_bytes: int
-    kind: str
-
-
-def own(matrices: Sequence[Matrix], ranks: int) -> list[Owned]:
-    """Return the matrices of one optimizer with their owners, as each rank computes them.
+def make_updates(entries: Iterable[tuple[BucketSpec, int] | Owned], cost: Sequence[int]) -> Updates:
+    """Return what one optimizer updates and keeps.
 
     Args:
-        matrices: in the order of the optimizer's groups.
-        ranks: number of ranks of a replica of the state.
+        entries: in the order of the optimizer's groups: (bucket, index) of what is updated in slices, or what is
+            updated whole, either all with owners, or none.
+        cost: of states of slices: the fields of `Updates` after the parameters.
     """
-    costs = [one.cost * one.bucket.is_trained for one in matrices]
-    numels = [one.bucket.layout.numels[one.place] for one in matrices]
-    owners = plan_owners(costs, numels, ranks)
-    return [
-        Owned(one.bucket, one.place, owner, one.state_bytes, one.counter_bytes)
-        for one, owner in zip(matrices, owners, strict=True)
-    ]
+    entries = [*entries]
+    whole = [one for one in entries if isinstance(one, Owned)]
+    if any(one.owner < 0 for one in whole):
+        costs = [one.cost * one.bucket.is_trained for one in whole]
+        numels = [one.bucket.layout.numels[one.index] for one in whole]
+        owners = plan_owners(costs, numels, whole[0].bucket.layout.world_size)
+        whole = [replace(one, owner=owner) for one, owner in zip(whole, owners, strict=True)]
+    return Updates([one for one in entries if not isinstance(one, Owned)], *cost, whole=whole)
 
 
 def owned_bytes(updates: Sequence[Updates], ranks: int) -> list[int]:

@@ -149,7 +149,7 @@ def admit_whole(optimizer: torch.optim.Optimizer, whole: Whole, elementwise: boo
     name, taken, left = type(optimizer).__name__, list[tuple[Options, int]](), list[tuple[Options, int]]()
     for group in optimizer.param_groups:
         options = {key: value for key, value in group.items() if key not in NOT_OPTIONS}
-        for ndim, is_whole in sorted({(p.ndim, is_taken(whole, group, p)) for p in group["params"]}):
+        for ndim, is_whole in sorted({(p.ndim, is_taken(whole, group, p.shape)) for p in group["params"]}):
             (taken if is_whole else left).append((options, min(ndim, len(SIZES[0]))))
     try:
         at_once, in_turn = (_update(optimizer, taken, is_in_turn=is_in_turn) for is_in_turn in (False, True))

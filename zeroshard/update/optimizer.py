@@ -10,7 +10,7 @@ Note: why slices of parameters, and not one flat tensor
 """
 
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, final
 
 import torch
@@ -23,6 +23,7 @@ from zeroshard.core.guard import Answer, not_finite
 from zeroshard.core.slot import Slot, slot_of
 from zeroshard.core.states import Presence
 from zeroshard.core.unit import Unit
+from zeroshard.optim.keeps import Kept
 from zeroshard.optim.packed import Packed, pack, unpack
 from zeroshard.torch_private import Call, keep_first, keep_last
 from zeroshard.update.closures import Arguments, call_closure
@@ -32,7 +33,6 @@ from zeroshard.wire.comm import Pending
 __all__ = ["ShardedOptimizer", "cut_state", "is_cut", "keep_state"]
 
 Tensor = torch.Tensor
-Cost = tuple[int, ...]
 COUNTERS = frozenset({"step", "mu_product", "mu", "eta"})
 """States of torch's optimizers that are one number for all elements, also of a parameter that is one number."""
 
@@ -44,21 +44,19 @@ class ShardedOptimizer:
     Args:
         index: place among the model's optimizers; the same on every rank.
         source: where the pieces of its updates come from.
-        state_cost: what it keeps for each element, parameter and block, for predictions (`Updates`).
+        kept: what it keeps, for predictions.
     """
 
     def __init__(
-        self, engine: Engine, optimizer: torch.optim.Optimizer, index: int, source: Source, state_cost: Cost | None
+        self, engine: Engine, optimizer: torch.optim.Optimizer, index: int, source: Source, kept: Kept
     ) -> None:
         self._engine, self.optimizer, self._index = engine, optimizer, index
-        self.source, self.state_cost = source, state_cost
+        self.source, self.kept = source, kept
         self.steps = 0
         """Steps so far, skipped ones included."""
         self.applied = 0
         """The number of backward passes whose gradients were applied or belong to an earlier step."""
         self._fresh: list[Tensor] = []
-        self.whole_costs: Mapping[tuple[int, int], Sequence[Any]] = {}
-        """For predictions: what it keeps for a parameter that it updates whole, by place of group and by dimensions."""
         source.plan(optimizer.param_groups)
         for group in optimizer.param_groups:
             self._cut(group)

@@ -12,7 +12,7 @@ from typing import final
 
 from zeroshard.plan.machine.hardware import Cost, Device, Span
 from zeroshard.plan.step.script import Call, Script, script_of
-from zeroshard.plan.step.turns import Turn
+from zeroshard.plan.step.turns import Turn, turns_of
 from zeroshard.table.bytes import Owned, Updates
 from zeroshard.table.spec import BucketSpec, UnitSpec, itemsize
 from zeroshard.table.step import Steady, steady_passes
@@ -32,6 +32,7 @@ class Account:
             and writes.
         wide_apart_bytes: of each optimizer: masters that are widened on the host.
         moved_apart_bytes: by number of the bucket, what an update elsewhere reads and writes.
+        turns: of each optimizer, how what is updated whole is exchanged and updated.
     """
 
     states: Sequence[tuple[str, int, int, str, int]]
@@ -39,9 +40,10 @@ class Account:
     moved_bytes: Sequence[int]
     wide_apart_bytes: Sequence[int]
     moved_apart_bytes: Mapping[int, int]
+    turns: Sequence[Sequence[Turn]]
 
 
-def account_of(updates: Sequence[Updates]) -> Account:
+def account_of(updates: Sequence[Updates], device: Device) -> Account:
     """Return the account of some optimizers."""
     states: list[tuple[str, int, int, str, int]] = []
     moved_bytes: list[int] = []
@@ -72,6 +74,7 @@ def account_of(updates: Sequence[Updates]) -> Account:
         tuple(moved_bytes),
         tuple(one.numel_bytes(only_wide=True, is_apart=True) for one in updates),
         MappingProxyType(dict(moved_apart)),
+        [turns_of(one.whole, device) for one in updates],
     )
 
 
@@ -106,7 +109,6 @@ class Job:
         account: of the updates, where it is known already.
         host_ranks: ranks of a node, which share its processors and its disk.
         is_early: whether the optimizer is one whose update on the host may go on after `step()`.
-        turns: of each of `updates`, how what is updated whole is exchanged and updated; none where nothing is.
         no_sync: whether only the last micro-batch reduces gradients.
     """
 
@@ -127,7 +129,6 @@ class Job:
     account: Account | None = None
     host_ranks: int = 1
     is_early: bool = False
-    turns: Sequence[Sequence[Turn]] = ()
     no_sync: bool = False
 
     @property
@@ -153,4 +154,4 @@ class Job:
     @cached_property
     def sums(self) -> Account:
         """The account of the updates."""
-        return self.account or account_of(self.updates)
+        return self.account or account_of(self.updates, self.device)

@@ -21,7 +21,6 @@ from zeroshard.table.bytes import Owned
 from zeroshard.table.owners import plan_rounds
 from zeroshard.table.pool import Buffer
 from zeroshard.table.spec import itemsize
-from zeroshard.table.whole import Matrix
 
 __all__ = ["KINDS", "Turn", "play", "shown_ranks", "turns_of"]
 
@@ -141,47 +140,46 @@ def shown_ranks(ranks: int, owned: Sequence[int], most: int) -> list[tuple[str, 
     return [*rest, (name, 1, order[0])]
 
 
-def turns_of(matrices: Sequence[Matrix], owned: Sequence[Owned], device: Device) -> list[Turn]:
+def turns_of(matrices: Sequence[Owned], device: Device) -> list[Turn]:
     """Return the updates after those of slices, in the order of the engine.
 
     Args:
-        matrices: matrices of one optimizer.
-        owned: the same matrices with their owners.
+        matrices: of one optimizer.
     """
     seconds: dict[tuple[str, Shape], float] = {}
 
-    def update_s(one: Matrix) -> float:
+    def update_s(one: Owned) -> float:
         key = one.kind, one.shape
         if key not in seconds:
             seconds[key] = sum(device.kernel_s(cost, NARROW) for cost in KINDS[one.kind].kernels(one.shape))
         return seconds[key]
 
-    here, away = list[Matrix](), dict[tuple[str, str], list[tuple[Matrix, int]]]()
-    for matrix, owner in zip(matrices, (one.owner for one in owned), strict=True):
+    here, away = list[Owned](), dict[tuple[str, str], list[Owned]]()
+    for matrix in matrices:
         if matrix.bucket.is_trained and matrix.bucket.updates_all:
             here.append(matrix)
         elif matrix.bucket.is_trained:
             formats = matrix.bucket.formats
-            away.setdefault((formats.grad, formats.state), []).append((matrix, owner))
+            away.setdefault((formats.grad, formats.state), []).append(matrix)
     found = [Turn(0, (), ("", ""), 0, 0, _held_bytes(here), [sum(map(update_s, here))])] if here else []
     for dtypes, some in away.items():
-        parts = [one.bucket.layout.numels_by_rank(one.place) for one, _ in some]
-        rank = some[0][0].bucket.rank
-        for turn in plan_rounds([owner for _, owner in some], parts):
+        parts = [one.bucket.layout.numels_by_rank(one.index) for one in some]
+        rank = some[0].bucket.rank
+        for turn in plan_rounds([one.owner for one in some], parts):
             counts = turn.counts
             given, taken = [sum(row) for row in counts], [sum(column) for column in zip(*counts, strict=True)]
             stays = [row[place] for place, row in enumerate(counts)]
             most = max(max(out, back) - same for out, back, same in zip(given, taken, stays, strict=True))
-            mine = [some[place][0] for place in turn.bundles[rank]]
+            mine = [some[place] for place in turn.bundles[rank]]
             # A matrix that arrives alone is contiguous; several matrices arrive rank by rank.
             joined = sum(map(itemsize, dtypes)) * taken[rank] * (len(mine) > 1)
-            times = [sum(update_s(some[place][0]) for place in bundle) for bundle in turn.bundles]
+            times = [sum(update_s(some[place]) for place in bundle) for bundle in turn.bundles]
             numels = given[rank], taken[rank]
             found.append(Turn(rank, numels, dtypes, most, stays[rank], joined + _held_bytes(mine), times))
     return found
 
 
-def _held_bytes(matrices: Sequence[Matrix]) -> int:
+def _held_bytes(matrices: Sequence[Owned]) -> int:
     """Return the peak of temporary memory of consecutive updates of matrices, without gradients in another dtype."""
     converted = 0
     for one in matrices:

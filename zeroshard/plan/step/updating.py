@@ -23,11 +23,10 @@ __all__ = ["update"]
 def update(job: Job, clock: Clock, storages: Storages, elsewhere: Elsewhere) -> None:
     """Update all parameters, and gather those that ranks keep whole."""
     start_s, sums = clock.now_s, job.sums
-    columns = sums.wide_bytes, sums.wide_apart_bytes, sums.moved_bytes
-    for place, (wide_bytes, wide_apart_bytes, moved_bytes) in enumerate(zip(*columns, strict=True)):
+    columns = sums.wide_bytes, sums.wide_apart_bytes, sums.moved_bytes, sums.turns
+    for wide_bytes, wide_apart_bytes, moved_bytes, turns in zip(*columns, strict=True):
         wide = storages.make(wide_bytes, "transient", "", "masters in fp32")
         apart = storages.make(wide_apart_bytes, "transient", "", "masters in fp32", memory="host")
-        turns = job.turns[place] if job.turns else ()
         play(turns, clock, storages, partial(_update_slices, job, clock, storages, moved_bytes))
         clock.sent["shard update"] += sum(turn.sent_bytes for turn in turns)
         storages.drop(apart)
