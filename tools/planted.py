@@ -734,7 +734,7 @@ ENGINE = (
     ),
     Bug(
         "entries stay out of their groups after a step in pieces",
-        "update/pieces.py",
+        "optim/pieces.py",
         "    except BaseException:\n        put_back()",
         "    except BaseException:\n        pass",
         f"{_ENGINE}/test_update.py::test_an_exception_puts_the_entries_back",

@@ -39,12 +39,13 @@ from zeroshard.describe.parameters import ParametersLike
 from zeroshard.describe.precision import PrecisionLike
 from zeroshard.describe.treatments import ActivationsLike
 from zeroshard.join.start import accepted_by_all, everybody_at
+from zeroshard.optim.admission import check_optimizers
 from zeroshard.optim.keeps import kept_by
 from zeroshard.report.profile import Profile
 from zeroshard.setup.automatic import free_bytes
 from zeroshard.setup.equal import check_equal, facts_of, facts_of_optimizer, tell_refusal
 from zeroshard.setup.memories import check_updates, make_stores, reserve, source_of
-from zeroshard.setup.request import Described, Request, check_optimizers, describe, place_of
+from zeroshard.setup.request import Described, Request, describe, place_of
 from zeroshard.setup.takeover import axis_of, build, move_states
 from zeroshard.setup.wiring import wire
 from zeroshard.store.stores import Stores
@@ -381,9 +382,8 @@ class Zero:
         engine.leave_passes("attach()")
         engine.order.barrier(f"attach() of optimizer {number}")
         try:
-            row, is_known = self.residency, self._elementwise
             names = check_entries(self._model, optimizers_of([optimizer]), self._ignored, is_final=False)
-            check_optimizers(names, [optimizer], row, is_known)
+            check_optimizers(names, [optimizer], self._elementwise, is_cut=self.residency.is_cut)
             check_updates(self._specs, [*self.optimizers, optimizer], engine.mesh.device)
             reserve(self._stores, self._specs, [optimizer], is_first=False)
         except (TypeError, ValueError) as error:

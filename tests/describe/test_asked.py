@@ -123,6 +123,36 @@ def test_a_refusal_of_modules_has_one_text(asked: dict[str, Any]) -> None:
     assert refusal_of(lambda: plan(**asked)) == refusal_of(lambda: shard(**asked))
 
 
+class Shifting(torch.optim.SGD):
+    """Updates an element by what stands before it."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.sub_(parameter.grad.flatten().cumsum(0).view_as(parameter))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        torch.optim.LBFGS,
+        torch.optim.SparseAdam,
+        lambda params: torch.optim.SGD(params, differentiable=True),
+        lambda params: Shifting(params, lr=1.0),
+        lambda params: zs.optim.whole_matrix(torch.optim.Adam(params), cost=lambda shape: -1.0),
+    ],
+)
+def test_optimizers_that_cannot_be_sharded_have_one_text(make: Callable[[Any], torch.optim.Optimizer]) -> None:
+    made = model()
+    optimizer = make([*made.parameters()])
+    asked: dict[str, Any] = {"world_size": 2, "stage": 1, "inputs": [torch.ones(2, 4)], "optimizer": optimizer}
+    assert refusal_of(lambda: zs.plan(made, **asked)) == refusal_of(lambda: zs.shard(made, optimizer, stage=1))
+    if isinstance(optimizer, Shifting):
+        assert zs.plan(made, elementwise=True, **asked).verdict == "fits"
+
+
 def test_optimizers_with_wrong_entries_have_one_text() -> None:
     made = model()
     first, *others = made.parameters()

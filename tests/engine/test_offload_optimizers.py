@@ -10,8 +10,8 @@ import zeroshard as zs
 from tests import models
 from tests.oracle import WATCHDOG_S, assert_same, run_cases
 from tests.rotation import third
+from zeroshard.table.whole import ELEMENTWISE
 from zeroshard.testing import run_ranks
-from zeroshard.update.admission import ELEMENTWISE
 
 MAKES = {
     "Muon": lambda model: zs.optim.Muon(zs.optim.muon_groups(model), lr=0.01),

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 import zeroshard as zs
 from tests import models
 from zeroshard import handle
-from zeroshard.update.pieces import Piece, Resident, Source, update_in_pieces
+from zeroshard.optim.pieces import Piece, Resident, update_in_pieces
+from zeroshard.update.sources import Source
 
 LOG: list[str] = []
 

@@ -91,11 +91,11 @@ MENDS = (
         "what an optimizer adds to its gradients stays, in the background and in pieces",
         (
             (
-                "update/pieces.py",
+                "update/sources.py",
                 "(self.entry.device, self.entry.dtype)",
                 "(self.entry.device, self.entry.dtype, copy=True)",
             ),
-            ("update/pieces.py", "if left is not None and (left", "if False and (left"),
+            ("update/sources.py", "if left is not None and (left", "if False and (left"),
         ),
         5001450,
         ("nesterov", "foreach", "gradients kept", _ELSEWHERE),

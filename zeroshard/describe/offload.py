@@ -13,10 +13,10 @@ from typing import Any, Final, TypeVar, final
 
 from zeroshard.table.cells import Cell, Elsewhere, Place, Residency
 from zeroshard.table.spec import BucketSpec, UnitSpec, itemsize
+from zeroshard.table.whole import ELEMENTWISE
 
 __all__ = [
     "AUTO",
-    "ELEMENTWISE",
     "Offload",
     "OffloadLike",
     "check_in_files",
@@ -35,10 +35,6 @@ AUTO = "auto"
 HOST: Final = "host"
 PARTS = 100
 """Number of fractions of a column that `offload="auto"` tries."""
-ELEMENTWISE = frozenset(
-    ["SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "Adagrad", "Adadelta", "ASGD"]
-)
-"""Classes of torch.optim whose update of an element depends only on that element."""
 STAGING_BYTES = 16 << 20
 LEAST_STAGING_BYTES = 1 << 16
 

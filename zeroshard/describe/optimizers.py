@@ -1,7 +1,7 @@
 """The argument `optimizer=` of a module, and its entries in the model.
 
 Owns the checks of an optimizer's entries, which plans and the engine share. It must not know updates or states:
-`update/admission.py` decides which optimizers can be sharded.
+`optim/admission.py` decides which optimizers can be sharded.
 """
 
 from collections.abc import Mapping, Sequence

@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Any, Final, NamedTuple, final
 
 from zeroshard.describe.axes import axes_of, check_count
-from zeroshard.describe.offload import ELEMENTWISE, Offload, check_in_files, row_with
+from zeroshard.describe.offload import Offload, check_in_files, row_with
 from zeroshard.describe.parameters import check_patterns
 from zeroshard.plan.machine.hardware import Cost, Device
 from zeroshard.plan.named import OPTIMIZERS, PRECISIONS, States, own_units, specs_of, updates_of
@@ -27,6 +27,7 @@ from zeroshard.table.cells import Residency
 from zeroshard.table.settings import WIRE_BYTES
 from zeroshard.table.spec import Formats, UnitSpec, itemsize
 from zeroshard.table.stages import name_of_row
+from zeroshard.table.whole import ELEMENTWISE
 from zeroshard.table.wires import SHOWN_NUMEL, HostWire, Messages, Native, Silence, Wire
 
 __all__ = [
@@ -90,6 +91,7 @@ class Options:
         fused: whether the optimizer updates in one kernel, which needs no temporary memory.
         offload: the state that is stored in other memory.
         no_sync: whether only the last micro-batch reduces gradients.
+        elementwise: of `optimizers`, as in `zs.Settings`.
     """
 
     world_size: int
@@ -113,6 +115,7 @@ class Options:
     chosen_formats: Formats | None = None
     wire_bytes: int = WIRE_BYTES
     no_sync: bool = False
+    elementwise: bool | None = None
 
     def __post_init__(self) -> None:
         # Caches are keyed by these numbers, and a numpy integer equals a Python integer.

@@ -85,6 +85,7 @@ def make_plan(
     ignored: Sequence[object] = (),
     wire_bytes: int = WIRE_BYTES,
     no_sync: bool = False,
+    elementwise: bool | None = None,
 ) -> Plan:
     """Predict a run: memory by column and at its peak, time of a step, traffic, and whether it fits.
 
@@ -130,6 +131,7 @@ def make_plan(
         ignored: for modules, as in `zs.shard`. Only the values of these parameters are counted.
         wire_bytes: as in `zs.Settings(wire_bytes=)`.
         no_sync: whether only the last micro-batch of a step reduces gradients, as with `Zero.no_sync()`.
+        elementwise: of the optimizers of a module, as in `zs.Settings(elementwise=)`.
 
     Returns: the plan; `print(plan)` shows it.
 
@@ -185,6 +187,7 @@ def make_plan(
         chosen_formats=chosen[2],
         wire_bytes=wire_bytes,
         no_sync=no_sync,
+        elementwise=elementwise,
     )
     check_options(options)
     given = {"inputs": inputs, "loss": loss, "units": units, "reads": reads, "parallelize": parallelize}
@@ -298,13 +301,16 @@ def plan_module(
     """Return the plan of a module.
 
     Raises:
-        ValueError: something is ignored of a module that is split here, whose copy has other parameters.
+        ValueError: something is ignored of a module that is split here, whose copy has other parameters; or an
+            optimizer cannot be sharded.
     """
-    from zeroshard.plan.traced import language_inputs, trace_job  # torch is needed for modules only
+    from zeroshard.optim.admission import check_optimizers  # torch is needed for modules only
+    from zeroshard.plan.traced import language_inputs, trace_job
 
     given = inputs if inputs is not None else language_inputs(model, options.batch, options.sequence)
     personality = "cpu" if options.device.is_cpu else "cuda"
     homes = {id(parameter): name for name, parameter in model.named_parameters()}
+    check_optimizers(homes, options.optimizers, options.elementwise, is_cut=options.row.is_cut)
     if parallelize is not None and (options.chosen is not None or ignored):
         raise ValueError(
             "parallelize= with ignored=, or with a precision that is no name: plan() splits a copy of the module, so "

@@ -11,6 +11,7 @@ import torch
 from zeroshard.core.engine import Engine
 from zeroshard.core.guard import FUSED
 from zeroshard.describe.offload import check_in_files, reached
+from zeroshard.optim.admission import is_elementwise
 from zeroshard.optim.keeps import state_cost
 from zeroshard.optim.whole import whole_of
 from zeroshard.setup.request import Described
@@ -18,9 +19,8 @@ from zeroshard.store.stores import Stores
 from zeroshard.table.cells import Cell
 from zeroshard.table.spec import BucketSpec, UnitSpec, itemsize
 from zeroshard.update import background
-from zeroshard.update.admission import is_elementwise
 from zeroshard.update.exchange import Exchange
-from zeroshard.update.pieces import AtOnce, Source
+from zeroshard.update.sources import AtOnce, Source
 from zeroshard.update.streamed import Files, Streams
 
 __all__ = ["check_updates", "make_stores", "reserve", "source_of"]

@@ -31,7 +31,7 @@ from zeroshard.describe.specs import describe_units
 from zeroshard.describe.treatments import ActivationsLike
 from zeroshard.describe.units import UnitPlan, plan_units
 from zeroshard.join.start import check_seconds
-from zeroshard.optim.whole import whole_of
+from zeroshard.optim.admission import check_optimizers
 from zeroshard.setup.automatic import KeptBytes, choose_least
 from zeroshard.setup.duplicate import owner_of
 from zeroshard.setup.graphs import refuse_graphs
@@ -39,13 +39,11 @@ from zeroshard.table.cells import Residency, check_memories
 from zeroshard.table.settings import Settings
 from zeroshard.table.spec import UnitSpec
 from zeroshard.table.stages import name_of_row
-from zeroshard.torch_private import has_split
-from zeroshard.update.admission import admit, admit_whole, refuse
 from zeroshard.values.materialize import InitFn, Weights, check_source
 from zeroshard.wire.comm import Tag
 from zeroshard.wire.mesh import Mesh, backend_of
 
-__all__ = ["Described", "Request", "check_bucket_count", "check_optimizers", "describe", "place_of"]
+__all__ = ["Described", "Request", "check_bucket_count", "describe", "place_of"]
 
 FormsOf = Callable[[nn.Module, Mesh, bool], Mapping[int, Form]]
 
@@ -165,7 +163,7 @@ def describe(request: Request, joined: Mesh, forms_of: FormsOf) -> Described:
     check_patterns(row, [plan.name for plan in plans])
     row = row_with(row, offload, is_alone=kept.is_alone)
     check_memories(row)
-    check_optimizers(names, optimizers, row, settings.elementwise)
+    check_optimizers(names, optimizers, settings.elementwise, is_cut=row.is_cut)
     check_activations(row.activations, plans, len(mesh.tensor_ranks))
     units = describe_units(
         plans,
@@ -316,38 +314,6 @@ def _lay_out(mesh: Mesh, axes: Axes, wanted: DeviceMesh | int | None) -> Mesh:
             f"init_device_mesh('{mesh.device.type}', ...) and parallelize the model there."
         )
     return laid
-
-
-def check_optimizers(
-    names: Mapping[int, str],
-    optimizers: Sequence[torch.optim.Optimizer],
-    row: Residency,
-    elementwise: bool | None,
-) -> None:
-    """Raise if an update cannot be sharded.
-
-    Args:
-        names: the names of the model's parameters, by identity, from `check_entries`.
-    """
-    for optimizer in optimizers:
-        kind = type(optimizer).__name__
-        refuse(optimizer)
-        if (whole := whole_of(optimizer)) is None:
-            if row.is_cut:
-                admit(optimizer, elementwise)
-            continue
-        admit_whole(optimizer, whole, elementwise, is_cut=row.is_cut)
-        for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
-            if not 0 <= (cost := whole.cost(tuple(parameter.shape))) < math.inf:
-                raise ValueError(
-                    f"The cost of '{names[id(parameter)]}' {tuple(parameter.shape)} in {kind} must be a number from 0 "
-                    f"on; got {cost!r}."
-                )
-            if has_split([type(parameter)]):
-                raise ValueError(
-                    f"{kind} needs whole matrices, and '{names[id(parameter)]}' is split over the axis 'tensor'. "
-                    "Use an element-wise optimizer, such as AdamW, with tensor parallelism, or no axis 'tensor'."
-                )
 
 
 def check_bucket_count(units: Sequence[UnitSpec]) -> None:

@@ -11,7 +11,12 @@ from zeroshard.table.bytes import Owned, Updates
 from zeroshard.table.owners import plan_owners
 from zeroshard.table.spec import BucketSpec
 
-__all__ = ["make_updates", "owned_bytes"]
+__all__ = ["ELEMENTWISE", "make_updates", "owned_bytes"]
+
+ELEMENTWISE = frozenset(
+    ["SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "Adagrad", "Adadelta", "ASGD"]
+)
+"""Classes of torch.optim whose update of an element depends only on that element."""
 
 
 def make_updates(entries: Iterable[tuple[BucketSpec, int] | Owned], cost: Sequence[int]) -> Updates:

@@ -1,6 +1,6 @@
 """Updates of states on the host that go on after `optimizer.step()` has returned.
 
-Owns the thread, what it updates and who waits for it. It must not know passes. Read `update/pieces.py` (what a piece
+Owns the thread, what it updates and who waits for it. It must not know passes. Read `optim/pieces.py` (what a piece
 is) and `core/buffer.py` (`Bucket.await_update`) first.
 
 Note: an update in the background
@@ -39,9 +39,10 @@ from zeroshard.core.buffer import Bucket
 from zeroshard.core.engine import Engine
 from zeroshard.core.gradient import METADATA, MasterSlice, name_of, part_of
 from zeroshard.core.slot import Slot, slot_of
+from zeroshard.optim.pieces import Piece, Resident, update_in_pieces
 from zeroshard.torch_private import NoSubclasses
 from zeroshard.tree import find
-from zeroshard.update.pieces import Lent, Piece, Resident, Source, update_in_pieces
+from zeroshard.update.sources import Lent, Source
 from zeroshard.watch.process import end_with, is_child_of, wait_before_forks
 
 __all__ = ["Background", "Waiting", "is_worthwhile"]

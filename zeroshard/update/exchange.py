@@ -1,6 +1,6 @@
 """The exchange at a step: ranks send matrices to their owners, which update whole matrices and return new values.
 
-Owns the pieces of an update (`update/pieces.py`) that need whole tensors. It must not know which optimizers need them,
+Owns the pieces of an update (`optim/pieces.py`) that need whole tensors. It must not know which optimizers need them,
 or when a step may run. Read `table/owners.py` (which rank updates which matrix) and "Note: the exchange" first.
 
 Note: the exchange
@@ -26,10 +26,11 @@ import torch
 from zeroshard.core.engine import Engine
 from zeroshard.core.gradient import part_of
 from zeroshard.core.slot import Slot, slot_of
+from zeroshard.optim.pieces import Piece, Resident
 from zeroshard.optim.whole import Whole
 from zeroshard.table.owners import Round, plan_owners, plan_rounds
 from zeroshard.torch_private import NoSubclasses, foreach_copy_
-from zeroshard.update.pieces import Lent, Piece, Resident, Source
+from zeroshard.update.sources import Lent, Source
 from zeroshard.update.streamed import Files
 from zeroshard.wire.comm import Pending, Tag
 

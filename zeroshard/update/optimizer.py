@@ -1,7 +1,7 @@
 """The user's optimizer on shards: the same object, with this rank's slices in its groups.
 
 Owns the exchange of entries, the agreement before an update and what follows it. It must not know passes or hooks on
-modules. Read `core/gradient.py` (`MasterSlice`) first; `update/admission.py` says which optimizers may be cut at all.
+modules. Read `core/gradient.py` (`MasterSlice`) first; `optim/admission.py` says which optimizers may be cut at all.
 
 Note: why slices of parameters, and not one flat tensor
     A parameter that nobody used must be skipped (torch decays and counts a step for zeros), and groups tell parameters
@@ -25,9 +25,10 @@ from zeroshard.core.states import Presence
 from zeroshard.core.unit import Unit
 from zeroshard.optim.keeps import Kept
 from zeroshard.optim.packed import Packed, pack, unpack
+from zeroshard.optim.pieces import update_in_pieces
 from zeroshard.torch_private import Call, keep_first, keep_last
 from zeroshard.update.closures import Arguments, call_closure
-from zeroshard.update.pieces import Source, update_in_pieces
+from zeroshard.update.sources import Source
 from zeroshard.wire.comm import Pending
 
 __all__ = ["ShardedOptimizer", "cut_state", "is_cut", "keep_state"]

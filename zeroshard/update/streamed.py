@@ -1,6 +1,6 @@
 """Updates of what lies in files: read, updated and written in pieces of one size, one after the other.
 
-Owns the pieces of an update and their buffers. It must not know passes. Read `update/pieces.py` (what a piece is) and
+Owns the pieces of an update and their buffers. It must not know passes. Read `optim/pieces.py` (what a piece is) and
 `store/disk.py` first.
 
 Note: a piece
@@ -26,10 +26,11 @@ from zeroshard.core.engine import Engine
 from zeroshard.core.gradient import part_of
 from zeroshard.core.slot import slot_of
 from zeroshard.describe.offload import written_bytes
+from zeroshard.optim.pieces import Piece, Resident
 from zeroshard.store.disk import BLOCK_BYTES, Disk, buffer_of
 from zeroshard.store.stored import StoredTensor
 from zeroshard.update.optimizer import is_cut
-from zeroshard.update.pieces import Lent, Piece, Resident, Source
+from zeroshard.update.sources import Lent, Source
 
 __all__ = ["Files", "Streams"]
 

@@ -6,7 +6,7 @@ the device), "read" and "write" (of files). Must not know buckets nor memory (`f
 Note: the order of pieces
     In memory of the host all is updated at once, then rounded and sent back, bucket by bucket. In files a piece is read
     while the one before it is updated, and written while the next one is; a piece is waited for two pieces later.
-    `update/pieces.py` and `update/streamed.py` are that order in the engine.
+    `optim/pieces.py` and `update/streamed.py` are that order in the engine.
 """
 
 from collections.abc import Sequence

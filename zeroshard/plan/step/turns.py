@@ -189,7 +189,7 @@ def _held_bytes(matrices: Sequence[Owned]) -> int:
 
 
 def play(turns: Sequence[Turn], clock: Clock, storages: Storages, update_slices: Callable[[], None]) -> None:
-    """Simulate an update: of slices first, then turn by turn, in the order of `update/pieces.py`.
+    """Simulate an update: of slices first, then turn by turn, in the order of `optim/pieces.py`.
 
     Args:
         update_slices: updates parameters that are not updated as a whole; the same on all ranks.

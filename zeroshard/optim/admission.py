@@ -1,7 +1,7 @@
 """The check whether an optimizer can update slices or single parameters.
 
 Owns the list of torch's element-wise optimizers and the trials of other optimizers. Nothing here communicates.
-`optim/keeps.py` measures the states of an optimizer.
+`keeps.py` measures the states of an optimizer.
 """
 
 import inspect
@@ -13,12 +13,13 @@ from typing import Any
 
 import torch
 
-from zeroshard.describe.offload import ELEMENTWISE
 from zeroshard.optim.keeps import NOT_OPTIONS, is_taken, rebuild
-from zeroshard.optim.whole import Whole
-from zeroshard.update.pieces import Resident, update_in_pieces
+from zeroshard.optim.pieces import Resident, update_in_pieces
+from zeroshard.optim.whole import Whole, whole_of
+from zeroshard.table.whole import ELEMENTWISE
+from zeroshard.torch_private import has_split
 
-__all__ = ["ELEMENTWISE", "admit", "admit_whole", "is_elementwise", "refuse"]
+__all__ = ["check_optimizers", "is_elementwise"]
 
 Tensor = torch.Tensor
 
@@ -41,7 +42,41 @@ def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
     return kind.__module__.startswith("torch.optim") and kind.__name__ in ELEMENTWISE
 
 
-def refuse(optimizer: torch.optim.Optimizer) -> None:
+def check_optimizers(
+    names: Mapping[int, str], optimizers: Sequence[torch.optim.Optimizer], elementwise: bool | None, *, is_cut: bool
+) -> None:
+    """Raise if an update cannot be sharded.
+
+    Args:
+        names: the names of the model's parameters, by identity, from `check_entries`.
+        elementwise: as in `zs.Settings`.
+        is_cut: whether ranks update slices.
+
+    Raises:
+        ValueError: an optimizer cannot be sharded; the text says why.
+    """
+    for optimizer in optimizers:
+        kind = type(optimizer).__name__
+        _refuse(optimizer)
+        if (whole := whole_of(optimizer)) is None:
+            if is_cut:
+                _admit(optimizer, elementwise)
+            continue
+        _admit_whole(optimizer, whole, elementwise, is_cut=is_cut)
+        for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+            if not 0 <= (cost := whole.cost(tuple(parameter.shape))) < math.inf:
+                raise ValueError(
+                    f"The cost of '{names[id(parameter)]}' {tuple(parameter.shape)} in {kind} must be a number from 0 "
+                    f"on; got {cost!r}."
+                )
+            if has_split([type(parameter)]):
+                raise ValueError(
+                    f"{kind} needs whole matrices, and '{names[id(parameter)]}' is split over the axis 'tensor'. "
+                    "Use an element-wise optimizer, such as AdamW, with tensor parallelism, or no axis 'tensor'."
+                )
+
+
+def _refuse(optimizer: torch.optim.Optimizer) -> None:
     """Raise if an optimizer cannot be sharded at any stage.
 
     Raises:
@@ -77,7 +112,7 @@ def _swaps(optimizer: torch.optim.Optimizer) -> bool:
     return callable(getattr(cls, "eval", None)) and not cls.__module__.startswith("accelerate.")
 
 
-def admit(
+def _admit(
     optimizer: torch.optim.Optimizer,
     elementwise: bool | None,
     *,
@@ -134,7 +169,7 @@ def admit(
         )
 
 
-def admit_whole(optimizer: torch.optim.Optimizer, whole: Whole, elementwise: bool | None, *, is_cut: bool) -> None:
+def _admit_whole(optimizer: torch.optim.Optimizer, whole: Whole, elementwise: bool | None, *, is_cut: bool) -> None:
     """Raise unless the optimizer can update parameters one at a time, and the others in slices.
 
     Three steps on small parameters, all at once and one at a time, must agree bit for bit.
@@ -169,7 +204,7 @@ def admit_whole(optimizer: torch.optim.Optimizer, whole: Whole, elementwise: boo
             "per parameter, in optimizer.state; otherwise the optimizer cannot be sharded."
         )
     for chosen, ndim in left if is_cut else ():
-        admit(optimizer, elementwise, shape=(6, 4) if ndim > 1 else (24,), options=chosen)
+        _admit(optimizer, elementwise, shape=(6, 4) if ndim > 1 else (24,), options=chosen)
 
 
 def _update(optimizer: torch.optim.Optimizer, kinds: Sequence[tuple[Options, int]], *, is_in_turn: bool) -> Tensor:
