@@ -305,8 +305,8 @@ def emulated(machine: Machine, bytes_per_element: float) -> Iterator[Machine]:
             with torch.no_grad():
                 bucket._store.bring(bucket._updated, bucket._masters)
 
-    def ahead(device: torch.device, after: Any) -> AbstractContextManager[None]:
-        return machine.ahead(after)
+    def lane(device: torch.device, use: str, after: Any) -> AbstractContextManager[None]:
+        return machine.ahead(after) if use == "back" else nullcontext()
 
     def start_late(late: Late) -> None:
         start(late)
@@ -342,8 +342,7 @@ def emulated(machine: Machine, bytes_per_element: float) -> Iterator[Machine]:
         stack.enter_context(patch.object(HostStore, "zeros", host_zeros))
         stack.enter_context(patch.object(Bucket, "follow_late", follow_late))
         stack.enter_context(patch.object(FarStore, "takes_time", True))
-        stack.enter_context(patch.object(devices, "ahead", ahead))
-        stack.enter_context(patch.object(devices, "behind", lambda device, after: nullcontext()))
+        stack.enter_context(patch.object(devices, "lane", lane))
         stack.enter_context(patch.object(devices, "mark_on", lambda device: machine.mark()))
         stack.enter_context(patch.object(Late, "start", start_late))
         stack.enter_context(patch.object(background, "is_worthwhile", lambda device: True))

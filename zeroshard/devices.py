@@ -5,7 +5,7 @@ to emulate a GPU. It must not know ranks, models or collectives.
 """
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, final
 
@@ -16,20 +16,20 @@ from zeroshard.torch_private import raw_stream
 __all__ = [
     "Lane",
     "Mark",
-    "ahead",
     "alone",
     "begin_thread",
-    "behind",
     "choose",
     "count",
     "current",
     "free_bytes",
     "identity",
     "is_capturing",
+    "lane",
     "mark",
     "mark_on",
     "order_after",
     "pinned",
+    "side_stream",
     "stream_of",
     "use",
 ]
@@ -126,22 +126,14 @@ def mark_on(device: torch.device) -> Mark | None:
     return None if device.type == "cpu" else mark(device)
 
 
-def ahead(device: torch.device, after: Mark | None) -> AbstractContextManager[Any]:
-    """Return a context for copies ahead of their use, on a separate stream.
+def lane(device: torch.device, use: str, after: Mark | None) -> AbstractContextManager[Any]:
+    """Return a context for work on a separate stream of a device.
 
     Args:
-        after: the copies run after this event; None on a CPU, where they run immediately.
+        use: "out" and "back" for copies to the host and from it (`store/bus.py`), "readers" for what reads such copies.
+        after: the work follows this event; None on a CPU, where it runs at once.
     """
-    return nullcontext() if after is None else _on(_stream_for(device, "copies"), after)
-
-
-def behind(device: torch.device, after: Mark | None) -> AbstractContextManager[Any]:
-    """Return a context for work that follows one event, and no copies that were launched after the event.
-
-    Args:
-        after: the event; None keeps the current stream.
-    """
-    return nullcontext() if after is None else _on(_stream_for(device, "readers"), after)
+    return nullcontext() if after is None else _on(side_stream(device, use, torch.cuda), after)
 
 
 @contextmanager
@@ -152,9 +144,13 @@ def _on(stream: torch.cuda.Stream, after: Mark) -> Iterator[None]:
 
 
 @functools.cache
-def _stream_for(device: torch.device, use: str) -> torch.cuda.Stream:
-    """Return a separate stream of a device for one use."""
-    return torch.cuda.Stream(device)
+def side_stream(device: torch.device, use: str, cuda: Any) -> Any:
+    """Return the separate stream of a device for one use.
+
+    Args:
+        cuda: `torch.cuda`, or a substitute in tests.
+    """
+    return cuda.Stream(device=device)
 
 
 def begin_thread(device: torch.device) -> None:
@@ -163,9 +159,9 @@ def begin_thread(device: torch.device) -> None:
         use(device)
 
 
-def pinned(values: torch.Tensor) -> torch.Tensor:
-    """Return pinned host memory for a copy of a device tensor; copies to pageable memory would block the host."""
-    return torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=True)
+def pinned(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Return pinned host memory for copies from or to a device; copies of pageable memory would block the host."""
+    return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=True)
 
 
 class HasLock(Protocol):

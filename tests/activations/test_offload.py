@@ -827,6 +827,7 @@ def fake_bus() -> tuple[CudaBus, FakeCuda]:
 def test_streams_wait_for_one_another() -> None:
     bus, cuda = fake_bus()
     out_lane, back_lane = cuda.made
+    assert CudaBus(torch.device("cpu"), cuda)._lanes == bus._lanes, "all buses of a device share its lanes"
     source, host = torch.arange(4, dtype=torch.uint8), bus.allocate(4)
     out = bus.out(source, host, None)
     assert out_lane.told == [("after", "compute", 0), ("copy",)], "after what the compute stream was told"

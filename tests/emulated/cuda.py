@@ -30,10 +30,8 @@ COMPILER: Final = "g++"
 BUILD_S: Final = 600.0
 """Half a minute of a core that is not busy otherwise."""
 RUN_S: Final = 120.0
-AHEAD: Final = 1234
-"""The stream for copies ahead of use."""
-BEHIND: Final = 1235
-"""The stream for what reads them."""
+STREAMS: Final = {"back": 1234, "readers": 1235, "out": 1236}
+"""The separate streams, by use."""
 
 
 def _torch() -> Path:
@@ -131,9 +129,8 @@ class Devices:
         devices.stream_of = lambda device: self.stream(device.index or 0)
         devices.is_capturing = lambda: self.is_capturing_now
         devices.mark = lambda device: Event(self)
-        devices.ahead = lambda device, after: self._on(AHEAD, after)
-        devices.behind = lambda device, after: self._on(BEHIND, after)
-        devices.pinned = lambda values: torch.empty(values.shape, dtype=values.dtype, device="cpu")
+        devices.lane = lambda device, use, after: self._on(STREAMS[use], after)
+        devices.pinned = lambda shape, dtype: torch.empty(shape, dtype=dtype, device="cpu")
         devices.order_after = lambda device, stream: self.waits.append((stream, self.stream(device.index or 0)))
 
     @contextmanager

@@ -60,8 +60,10 @@ def test_states_elsewhere_train_as_on_the_device() -> None:
         if place == "parameters":
             assert one["bytes"]["parameters"] == 0, case
         # Each copy follows what was launched before, and what computes next follows the copy.
-        moves = place.startswith("parameters")
-        assert ([0, 1234] in one["waits"], [1234, 0] in one["waits"]) == (moves, moves), case
+        stays = place in ("device", "gradients stay", "parameters alone")
+        for lane, is_used in {"back": place != "device", "out": not stays}.items():
+            stream = cuda.STREAMS[lane]
+            assert ([0, stream] in one["waits"], [stream, 0] in one["waits"]) == (is_used, is_used), (case, lane)
 
 
 @pytest.mark.rotates

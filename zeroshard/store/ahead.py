@@ -5,7 +5,7 @@ Owns the thread, and the order of the gathers that read the copied values. It mu
 
 Note: who launches what
     The program hands a copy to the thread and continues to launch kernels. The thread fills staging buffers, waits for
-    buffers that are still in use, and launches the copies on a separate stream. The thread cannot launch the all-gather
+    buffers that are still in use, and launches the copies on the bus' lane. The thread cannot launch the all-gather
     that reads the values, because all ranks must launch collectives in the same order. The program launches the
     all-gather after the thread has launched the last copy: when the program waits for the values, and before any later
     collective (`launch`). So the order is the same on all ranks, however long copies take.
@@ -63,7 +63,7 @@ class Late:
                 self._arrived = self._copy.result()
             except Exception as error:
                 raise self._ahead.failed(self._name, error) from error
-        with devices.behind(self._ahead.device, self._arrived):
+        with devices.lane(self._ahead.device, "readers", self._arrived):
             self._begun = self._ahead.around(self._name, self._begin)
 
     def wait(self) -> bool:
@@ -141,6 +141,6 @@ class Ahead:
         return future
 
     def _run(self, copy: Callable[[], None], handed_over: devices.Mark | None) -> devices.Mark | None:
-        with torch.no_grad(), devices.ahead(self.device, handed_over):
+        with torch.no_grad(), devices.lane(self.device, "back", handed_over):
             copy()
             return devices.mark_on(self.device)

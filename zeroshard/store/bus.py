@@ -18,7 +18,9 @@ from typing import Any, Literal, final
 import numpy as np
 import torch
 
-__all__ = ["Bus", "Clock", "CudaBus", "EmulatedBus", "HostBuffer", "HostPool", "RealClock", "Transfer"]
+from zeroshard import devices
+
+__all__ = ["Bus", "Clock", "CudaBus", "EmulatedBus", "HostBuffer", "HostPool", "RealClock", "Transfer", "carry"]
 
 Tensor = torch.Tensor
 Lane = Literal["out", "back"]
@@ -27,6 +29,21 @@ SMALL_BYTES = 2**18
 """Bytes that a GPU's bus (25 GB/s) moves in 10 microseconds, about the time to issue a copy."""
 SPARE = 1.25
 """Maximum size of all buffers on the host, as a multiple of the peak bytes in use."""
+
+
+def carry(device: torch.device, lane: Lane, to: Tensor, source: Tensor) -> devices.Mark | None:
+    """Copy on a lane of a device, between what the current stream has been told and what it will be told.
+
+    So the memory of both may be used again at once. On a CPU the copy is over.
+
+    Returns: the event after the copy, for the host; None on a CPU.
+    """
+    with devices.lane(device, lane, devices.mark_on(device)):
+        to.copy_(source, non_blocking=True)
+        arrived = devices.mark_on(device)
+    if arrived is not None:
+        arrived.wait()
+    return arrived
 
 
 @dataclass(slots=True, eq=False)
@@ -111,6 +128,8 @@ class _CudaTransfer(Transfer):
 class CudaBus(Bus):
     """The bus of a GPU: a side stream for each direction, and pinned memory.
 
+    All buses of a device, gradients that leave it and parameters that come ahead of use share these streams.
+
     The memory on the device belongs to the requesting stream, so torch's allocator reuses it in the order of that
     stream; `record_stream`, whose effect depends on the lead of the host, is used only for other streams.
 
@@ -121,11 +140,14 @@ class CudaBus(Bus):
     def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
         super().__init__(device, SMALL_BYTES)
         self._cuda = cuda
-        self._lanes = {"out": cuda.Stream(device=device), "back": cuda.Stream(device=device)}
+        self._lanes = {
+            "out": devices.side_stream(device, "out", cuda),
+            "back": devices.side_stream(device, "back", cuda),
+        }
 
     def allocate(self, nbytes: int) -> Tensor:
-        """Return pinned memory: copies from pageable memory are not asynchronous."""
-        return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+        """Return pinned memory."""
+        return devices.pinned((nbytes,), torch.uint8)
 
     def out(self, source: Tensor, host: Tensor, after: Transfer | None) -> Transfer:
         """Start a copy to the host, after the queued work of the current stream."""

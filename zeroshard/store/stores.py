@@ -20,6 +20,7 @@ import torch
 from zeroshard import devices
 from zeroshard.store import file_calls
 from zeroshard.store.ahead import Ahead, Waitable
+from zeroshard.store.bus import carry
 from zeroshard.store.disk import BLOCK_BYTES, Disk, buffer_of
 from zeroshard.store.stored import StoredTensor, is_aligned, is_stored
 from zeroshard.table.cells import DEVICE, Cell, Place, Residency
@@ -189,15 +190,14 @@ class FarStore(Store):
 
     def _launch(self, target: Tensor, piece: Tensor) -> devices.Mark | None:
         """Launch the copy of a filled buffer."""
-        target.copy_(piece, non_blocking=True)
-        return devices.mark_on(target.device)
+        return carry(target.device, "back", target, piece)
 
     @property
     def _buffer_bytes(self) -> int:
         return max(64, self.place.staging_bytes // 2)
 
     def _make_buffer(self) -> Tensor:
-        return devices.pinned(torch.empty(self._buffer_bytes, dtype=torch.uint8, device="meta"))
+        return devices.pinned((self._buffer_bytes,), torch.uint8)
 
     @contextmanager
     def _buffer(self) -> Iterator[Buffer]:
@@ -345,11 +345,6 @@ class Landing(ABC):
     def count(self, ledger: Ledger, nbytes: int) -> None:
         """Count bytes that are taken there, or given back if negative."""
 
-    @contextmanager
-    def unread(self) -> Iterator[devices.Mark | None]:
-        """Let gradients be taken inside without a wait; yields what has to be waited for before they are read."""
-        yield None
-
     def wait(self) -> None:
         """Return when all that was begun is there."""
         return
@@ -382,8 +377,8 @@ class DeviceLanding(Landing):
 class HostLanding(Landing):
     """Gradients that a device leaves on the host: under way until `wait()`.
 
-    All copies are on the stream of their sums, so that no buffer is used again before it was read. What lies on the
-    host already is added to on the device, in whose order that is right without a wait of the host.
+    The stream of their sums goes on when a copy is over, so that no buffer is used again before it was read. What lies
+    on the host already is added to on the device, in whose order that is right without a wait of the host.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -393,31 +388,23 @@ class HostLanding(Landing):
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         """See `Landing`."""
-        empty = torch.empty(numel, dtype=dtype, device="meta" if self._is_far else "cpu")
-        return devices.pinned(empty) if self._is_far else empty
+        return devices.pinned((numel,), dtype) if self._is_far else torch.empty(numel, dtype=dtype, device="cpu")
 
     def put(self, target: Tensor, values: Tensor) -> None:
         """See `Landing`."""
-        target.copy_(values, non_blocking=True)
-        self._event = devices.mark(self._device) if self._is_far else None
+        self._event = carry(self._device, "out", target, values)
 
     def add(self, target: Tensor, values: Tensor, scale: float = 1.0) -> None:
         """See `Landing`."""
-        total = target.to(self._device, non_blocking=True).add_(values, alpha=scale)
-        if self._is_far:
-            self.put(target, total)
+        if not self._is_far:
+            target.add_(values, alpha=scale)
+            return
+        total = torch.empty_like(target, device=self._device)
+        carry(self._device, "back", total, target)
+        self.put(target, total.add_(values, alpha=scale))
 
     def count(self, ledger: Ledger, nbytes: int) -> None:
         """See `Landing`: the ledger counts bytes of the device."""
-
-    @contextmanager
-    def unread(self) -> Iterator[devices.Mark | None]:
-        """See `Landing`."""
-        event, self._event = self._event, None
-        try:
-            yield event
-        finally:
-            self._event = event
 
     def wait(self) -> None:
         """See `Landing`."""

@@ -65,4 +65,4 @@ def _to(tensor: Tensor, device: torch.device) -> Tensor:
         return tensor
     if device.type != "cpu":
         return tensor.to(device)
-    return devices.pinned(tensor).copy_(tensor)
+    return devices.pinned(tensor.shape, tensor.dtype).copy_(tensor)

@@ -26,7 +26,7 @@ class Readback:
     def __init__(self, values: torch.Tensor) -> None:
         is_apart = values.device.type != "cpu"
         # A copy to pageable memory would block the host here.
-        self._copy = devices.pinned(values) if is_apart else torch.empty_like(values)
+        self._copy = devices.pinned(values.shape, values.dtype) if is_apart else torch.empty_like(values)
         self._copy.copy_(values, non_blocking=True)
         self._event = devices.mark(values.device) if is_apart else None
 
