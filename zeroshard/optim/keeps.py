@@ -14,7 +14,7 @@ import torch
 from zeroshard.optim.packed import PackingOptimizer, parts_of
 from zeroshard.optim.whole import Whole, whole_of
 
-__all__ = ["NOT_OPTIONS", "Kept", "StateShape", "is_taken", "kept_by", "rebuild", "state_cost", "whole_bytes"]
+__all__ = ["Kept", "NOT_OPTIONS", "StateShape", "is_taken", "kept_by", "rebuild", "state_cost", "whole_bytes"]
 
 Tensor = torch.Tensor
 Options = Mapping[str, Any]

@@ -15,7 +15,7 @@ from zeroshard.table.owners import newton_schulz_cost
 from zeroshard.table.spec import BucketSpec, itemsize
 from zeroshard.table.whole import make_updates
 
-__all__ = ["USUAL_COST", "Entry", "updates_of_optimizer"]
+__all__ = ["Entry", "USUAL_COST", "updates_of_optimizer"]
 
 Entry = tuple[BucketSpec, int, tuple[int, ...], int]
 """A parameter's bucket, its index there, its shape, and the rank that updates it, -1 if that is not known."""
