@@ -323,9 +323,6 @@ class Landing(ABC):
         device: the rank's.
     """
 
-    is_direct = False
-    """Whether the device can write sums to that memory itself."""
-
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
@@ -340,6 +337,24 @@ class Landing(ABC):
     @abstractmethod
     def add(self, target: Tensor, values: Tensor, scale: float = 1.0) -> None:
         """Begin to add `scale` times values of the device to `target`."""
+
+    @abstractmethod
+    def keep(
+        self, values: Tensor, scale: float, shape: Sequence[int], strides: Sequence[int], *, is_taken: bool
+    ) -> Tensor:
+        """Return a tensor of that memory, in which `scale` times `values` will be.
+
+        Args:
+            is_taken: whether the memory of `values` has these strides and may be changed and kept.
+        """
+
+    @abstractmethod
+    def sum(self, held: Tensor) -> Tensor | None:
+        """Return the sum of values on their arrival; None if it would have to wait for them."""
+
+    @abstractmethod
+    def place_of_sum(self, held: Callable[[], Tensor], other: Tensor) -> Tensor:
+        """Return where the device writes a sum: to that memory, `held()`, if it can, or to `other`, for `put`."""
 
     @abstractmethod
     def count(self, ledger: Ledger, nbytes: int) -> None:
@@ -359,8 +374,6 @@ class Landing(ABC):
 class DeviceLanding(Landing):
     """Gradients that stay on the device."""
 
-    is_direct = True
-
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         """See `Landing`."""
         return torch.empty(numel, dtype=dtype, device=self._device)
@@ -372,6 +385,21 @@ class DeviceLanding(Landing):
     def add(self, target: Tensor, values: Tensor, scale: float = 1.0) -> None:
         """See `Landing`."""
         target.add_(values, alpha=scale)
+
+    def keep(
+        self, values: Tensor, scale: float, shape: Sequence[int], strides: Sequence[int], *, is_taken: bool
+    ) -> Tensor:
+        """See `Landing`."""
+        held = values if is_taken else self.empty(values.numel(), values.dtype).as_strided(shape, strides).copy_(values)
+        return held if scale == 1.0 else held.mul_(scale)
+
+    def sum(self, held: Tensor) -> Tensor:
+        """See `Landing`."""
+        return held.sum()
+
+    def place_of_sum(self, held: Callable[[], Tensor], other: Tensor) -> Tensor:
+        """See `Landing`."""
+        return held()
 
     def count(self, ledger: Ledger, nbytes: int) -> None:
         """See `Landing`."""
@@ -406,6 +434,21 @@ class HostLanding(Landing):
         total = target.to(self._device, non_blocking=True).add_(values, alpha=scale)
         if self._is_far:
             self.put(target, total)
+
+    def keep(
+        self, values: Tensor, scale: float, shape: Sequence[int], strides: Sequence[int], *, is_taken: bool
+    ) -> Tensor:
+        """See `Landing`."""
+        held = self.empty(values.numel(), values.dtype).as_strided(shape, strides)
+        self.put(held, values if scale == 1.0 else values * scale)
+        return held
+
+    def sum(self, held: Tensor) -> None:
+        """See `Landing`."""
+
+    def place_of_sum(self, held: Callable[[], Tensor], other: Tensor) -> Tensor:
+        """See `Landing`."""
+        return other
 
     def count(self, ledger: Ledger, nbytes: int) -> None:
         """See `Landing`: the ledger counts bytes of the device."""
