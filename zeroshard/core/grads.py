@@ -344,12 +344,11 @@ class FlatGradients(Gradients):
         held = self.hold()
         self._under_way -= 1
         is_in_place = local.full.data_ptr() == held.data_ptr()
+        target = self._cut_of(self.spec.shard, waits=False)
         if not local.is_first and not is_in_place:
             for index, one in enumerate(local.sums):
                 if one is STALE:
                     self.part(index).zero_()
-        target = self._cut_of(self.spec.shard, waits=False)
-        if not local.is_first and not is_in_place:
             self.landing.add(target, own)
         elif own.data_ptr() != target.data_ptr():
             self.landing.put(target, own)

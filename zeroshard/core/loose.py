@@ -49,11 +49,9 @@ class LooseGradients(Gradients):
 
     def _hold(self, index: int, grad: Tensor, scale: float = 1.0, *, is_ours: bool = True) -> Tensor:
         """Hold a gradient, in its own memory if that `is_ours` and has the layout of held gradients."""
-        places = self._places
-        is_taken = is_ours and grad.dtype == self.dtype and places.is_alone(index, grad)
-        self._held[index] = held = self.landing.keep(
-            grad.to(self.dtype), scale, places.shapes[index], places.strides[index], is_taken=is_taken
-        )
+        places, is_taken = self._places, is_ours and grad.dtype == self.dtype and self._places.is_alone(index, grad)
+        form = places.shapes[index], places.strides[index]
+        self._held[index] = held = self.landing.keep(grad.to(self.dtype), scale, form, is_taken=is_taken)
         self.landing.count(self._ledger, held.nbytes)
         return held
 

@@ -116,8 +116,7 @@ class Slot:
     def __init__(self, name: str, unit: int, bucket: Bucket, index: int, form: Form, parameter: Tensor) -> None:
         self.name, self.unit, self.bucket, self.index, self.form = name, unit, bucket, index, form
         # For a released parameter, these would call Python code.
-        self.shape, self.stride = parameter.shape, parameter.stride()
-        spec = bucket.spec
+        self.shape, self.stride, spec = parameter.shape, parameter.stride(), bucket.spec
         self.is_whole = spec.lands_on_held and spec.updates_all and not form.has_axis
         """Whether this rank holds and updates with the full reduced gradient."""
         start, stop = bucket.layout.overlap(index, *spec.shard)

@@ -28,6 +28,7 @@ from zeroshard.table.trace import Ledger
 __all__ = ["DeviceStore", "FarStore", "FileStore", "HostStore", "Landing", "MEMORIES", "Store", "Stores"]
 
 Tensor = torch.Tensor
+Form = tuple[tuple[int, ...], tuple[int, ...]]
 
 IN_MEMORY: Final = ("tmpfs", "ramfs")
 
@@ -339,13 +340,12 @@ class Landing(ABC):
         """Begin to add `scale` times values of the device to `target`."""
 
     @abstractmethod
-    def keep(
-        self, values: Tensor, scale: float, shape: Sequence[int], strides: Sequence[int], *, is_taken: bool
-    ) -> Tensor:
+    def keep(self, values: Tensor, scale: float, form: Form, *, is_taken: bool) -> Tensor:
         """Return a tensor of that memory, in which `scale` times `values` will be.
 
         Args:
-            is_taken: whether the memory of `values` has these strides and may be changed and kept.
+            form: its shape and strides; it has no gaps.
+            is_taken: whether `values` has this form, and its memory may be changed and kept.
         """
 
     @abstractmethod
@@ -386,11 +386,9 @@ class DeviceLanding(Landing):
         """See `Landing`."""
         target.add_(values, alpha=scale)
 
-    def keep(
-        self, values: Tensor, scale: float, shape: Sequence[int], strides: Sequence[int], *, is_taken: bool
-    ) -> Tensor:
+    def keep(self, values: Tensor, scale: float, form: Form, *, is_taken: bool) -> Tensor:
         """See `Landing`."""
-        held = values if is_taken else self.empty(values.numel(), values.dtype).as_strided(shape, strides).copy_(values)
+        held = values if is_taken else self.empty(values.numel(), values.dtype).as_strided(*form).copy_(values)
         return held if scale == 1.0 else held.mul_(scale)
 
     def sum(self, held: Tensor) -> Tensor:
@@ -435,11 +433,9 @@ class HostLanding(Landing):
         if self._is_far:
             self.put(target, total)
 
-    def keep(
-        self, values: Tensor, scale: float, shape: Sequence[int], strides: Sequence[int], *, is_taken: bool
-    ) -> Tensor:
+    def keep(self, values: Tensor, scale: float, form: Form, *, is_taken: bool) -> Tensor:
         """See `Landing`."""
-        held = self.empty(values.numel(), values.dtype).as_strided(shape, strides)
+        held = self.empty(values.numel(), values.dtype).as_strided(*form)
         self.put(held, values if scale == 1.0 else values * scale)
         return held
 
