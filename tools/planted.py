@@ -599,8 +599,8 @@ ENGINE = (
     Bug(
         "a copy that is not ready loses its sum",
         "core/grads.py",
-        "if copies > 1 and (not",
-        "if copies > 9 and (not",
+        "if copies > 1 and place",
+        "if copies > 9 and place",
         _COPIED_PATHS,
     ),
     # Steps.

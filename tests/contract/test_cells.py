@@ -12,7 +12,7 @@ from tools import places
 from .source import Module, package_modules, plant
 
 CELLS = frozenset(["Cell", "Elsewhere", "Replicated", "Sharded"])
-MOST_CONDITIONS, MOST_FILES = 71, 27
+MOST_CONDITIONS, MOST_FILES = 47, 25
 """Conditions outside `table/` and `store/` that ask where something is, without those of the modules below.
 
 When buckets were cut between memories there were 101 in 26 files.

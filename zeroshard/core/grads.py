@@ -15,7 +15,7 @@ Note: the life of a gradient
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import final
 
 import torch
@@ -174,8 +174,10 @@ class Local:
     """A rank's own gradients for a reduction, with their states at the start of the reduction."""
 
     full: Tensor
+    place: Tensor
+    """The destination of this rank's shard of the sum: a part of held gradients, of `full`, or `spare`."""
     spare: Tensor | None
-    """The destination of this rank's shard of the sum, if neither `full` nor held gradients may be written yet."""
+    """Memory of its own, if neither `full` nor held gradients may be written yet."""
     views: list[Tensor]
     own: list[Own]
     sums: list[Sum]
@@ -277,7 +279,7 @@ class FlatGradients(Gradients):
         self._ledger.add("transient", -nbytes)
 
     def _begin_local(self) -> None:
-        if self.spec.holds_whole_gradients and self.is_first and self.landing.is_direct:
+        if self.spec.lands_on_held and self.is_first:
             self.local = self.hold()
         else:
             self.local = self._pool.take(self._layout.full_numel, self.dtype, self._device)
@@ -298,9 +300,12 @@ class FlatGradients(Gradients):
         for index, own in enumerate(self.own):
             if own is not LOCAL:
                 self._views[index].zero_()
-        local = Local(self.local, None, self._views, self.own, self.sums, self.is_first)
-        if copies > 1 and (not local.is_first or self.local is self.held or not self.landing.is_direct):
-            local = replace(local, spare=self._pool.take(self._layout.shard_numel, self.dtype, self._device))
+        # Sums go straight to held gradients, if those contain no sum yet and the device can write them.
+        part, spare = self.local[slice(*self.spec.shard)], None
+        place = self.landing.place_of_sum(self.own_shard, part) if self.is_first else part
+        if copies > 1 and place.data_ptr() == part.data_ptr():
+            place = spare = self._pool.take(self._layout.shard_numel, self.dtype, self._device)
+        local = Local(self.local, place, spare, self._views, self.own, self.sums, self.is_first)
         self.local = None
         self._under_way += 1
         self.hand_over()
@@ -328,15 +333,8 @@ class FlatGradients(Gradients):
 
     def keep_shard(self, own: Tensor) -> None:
         """Write (stop - start,) to this rank's shard of held gradients, if `own_shard` returned a copy."""
-        if not self.landing.is_direct:
-            self.landing.put(self.hold(), own)
-
-    def place_of_sum(self, local: "Local") -> Tensor:
-        """Return the destination of this rank's shard of the sum: held gradients if they contain no sum yet."""
-        if local.spare is not None:
-            return local.spare
-        is_straight = local.is_first and self.landing.is_direct
-        return self.own_shard() if is_straight else local.full[slice(*self.spec.shard)]
+        if own.data_ptr() != (held := self._cut_of(self.spec.shard)).data_ptr():
+            self.landing.put(held, own)
 
     def add_reduced(self, local: "Local", own: Tensor) -> Tensor:
         """Add this rank's shard of the sum to held gradients, unless it is already there; return `held`.
@@ -346,14 +344,14 @@ class FlatGradients(Gradients):
         held = self.hold()
         self._under_way -= 1
         is_in_place = local.full.data_ptr() == held.data_ptr()
+        target = self._cut_of(self.spec.shard, waits=False)
         if not local.is_first and not is_in_place:
             for index, one in enumerate(local.sums):
                 if one is STALE:
                     self.part(index).zero_()
-        if not local.is_first and not is_in_place:
-            self.landing.add(self._cut_of(self.spec.shard, waits=False), own)
-        elif local.spare is not None or not self.landing.is_direct:
-            self.landing.put(self._cut_of(self.spec.shard, waits=False), own)
+            self.landing.add(target, own)
+        elif own.data_ptr() != target.data_ptr():
+            self.landing.put(target, own)
         if not is_in_place:
             self._pool.give(local.full)
         if local.spare is not None:

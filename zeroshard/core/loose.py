@@ -39,33 +39,21 @@ class LooseGradients(Gradients):
     def land(self, index: int, grad: Tensor, scale: float = 1.0) -> None:
         """See `Gradients`."""
         held = self._held[index]
-        if not self.landing.is_direct:
-            self._leave(index, grad, scale)
-            return
         if held is not None:
-            held.add_(grad if scale == 1.0 else grad.to(self.dtype), alpha=scale)
+            self.landing.add(held, grad if scale == 1.0 else grad.to(self.dtype), scale)
         else:
-            is_taken = grad.dtype == self.dtype and self._places.is_alone(index, grad)
-            held = grad if is_taken else self._places.dense(index, grad.to(self.dtype))
-            self._hold(index, held if scale == 1.0 else held.mul_(scale))
+            held = self._hold(index, grad, scale)
         if held.numel() >= HOT_NUMEL and self._hot.get(index, held) is not None:
-            self._hot[index] = held.sum()
+            self._hot[index] = self.landing.sum(held)
         self.own[index] = LOCAL
 
-    def _leave(self, index: int, grad: Tensor, scale: float) -> None:
-        """Put a gradient where the device does not read it."""
-        landing, grad, held = self.landing, grad.to(self.dtype), self._held[index]
-        if held is not None:
-            landing.add(held, grad, scale)
-        else:
-            place = landing.empty(grad.numel(), self.dtype)
-            self._hold(index, held := place.as_strided(self._places.shapes[index], self._places.strides[index]))
-            landing.put(held, grad if scale == 1.0 else grad * scale)
-        self._hot[index], self.own[index] = None, LOCAL
-
-    def _hold(self, index: int, held: Tensor) -> None:
-        self._held[index] = held
+    def _hold(self, index: int, grad: Tensor, scale: float = 1.0, *, is_ours: bool = True) -> Tensor:
+        """Hold a gradient, in its own memory if that `is_ours` and has the layout of held gradients."""
+        places, is_taken = self._places, is_ours and grad.dtype == self.dtype and self._places.is_alone(index, grad)
+        form = places.shapes[index], places.strides[index]
+        self._held[index] = held = self.landing.keep(grad.to(self.dtype), scale, form, is_taken=is_taken)
         self.landing.count(self._ledger, held.nbytes)
+        return held
 
     def view(self, index: int) -> Tensor:
         """See `Gradients`."""
@@ -103,11 +91,7 @@ class LooseGradients(Gradients):
     def set_reduced(self, index: int, value: Tensor) -> None:
         """See `Gradients`."""
         self.clear(index)
-        if not self.landing.is_direct:
-            self._leave(index, value, 1.0)
-            self.own[index] = NONE
-        else:
-            self._hold(index, self._places.dense(index, value.to(self.dtype)))
+        self._hold(index, value, is_ours=False)
         self.sums[index], self.is_suspect = USED, True
 
     def clear(self, index: int) -> None:

@@ -116,9 +116,8 @@ class Slot:
     def __init__(self, name: str, unit: int, bucket: Bucket, index: int, form: Form, parameter: Tensor) -> None:
         self.name, self.unit, self.bucket, self.index, self.form = name, unit, bucket, index, form
         # For a released parameter, these would call Python code.
-        self.shape, self.stride = parameter.shape, parameter.stride()
-        spec, is_here = bucket.spec, bucket.grads.landing.is_direct
-        self.is_whole = spec.holds_whole_gradients and spec.updates_all and is_here and not form.has_axis
+        self.shape, self.stride, spec = parameter.shape, parameter.stride(), bucket.spec
+        self.is_whole = spec.lands_on_held and spec.updates_all and not form.has_axis
         """Whether this rank holds and updates with the full reduced gradient."""
         start, stop = bucket.layout.overlap(index, *spec.shard)
         self.is_own = form.is_counted and stop > start

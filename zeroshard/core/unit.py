@@ -264,7 +264,7 @@ class Unit:
                 continue
             local = grads.take_local(comm.mesh.replicas) if is_ready else None
             scale = self.scale if comm.mesh.replicas == 1 else 1.0
-            own = grads.place_of_sum(local) if local else grads.own_shard()
+            own = local.place if local else grads.own_shard()
             full, tag = local.full if local else None, Tag(number, bucket.number, what)
             sums.append((bucket, grads, local, own, comm.reduce(full, own, bucket.codec, scale, tag)))
         return Reduction(self, scope, (comm, number, what), sums)

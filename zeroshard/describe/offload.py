@@ -5,7 +5,7 @@ Owns `Offload` and its checks. Imports no torch, because plans read the same arg
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import InitVar, dataclass, replace
 from os import PathLike, fspath
 from types import MappingProxyType
@@ -280,17 +280,18 @@ def text_of(found: Mapping[str, Reached]) -> str:
     return ", ".join(f"{one.fraction:.1%} of {column}" for column, one in found.items())
 
 
-def check_in_files(name: str, *, is_elementwise: bool) -> None:
-    """Raise if the states of an optimizer cannot be in files.
+def check_in_files(cells: Iterable[Cell], name: str, *, is_elementwise: bool) -> None:
+    """Raise if the states of an optimizer cannot be in files, and are.
 
     Args:
+        cells: of states.
         name: name of the optimizer.
         is_elementwise: whether it is of a class in `ELEMENTWISE`.
 
     Raises:
         ValueError: the optimizer is of another class.
     """
-    if not is_elementwise:
+    if not is_elementwise and any(cell.is_in_file for cell in cells):
         raise ValueError(
             f"{name} cannot keep its states in files: they are updated in pieces of parameters, and which of its "
             f"states go with which elements is known of {', '.join(sorted(ELEMENTWISE))} of torch.optim alone. Use one "

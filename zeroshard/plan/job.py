@@ -200,8 +200,7 @@ def check_options(options: Options) -> None:
             f"optimizer={options.optimizer!r} needs whole matrices, and tensor={options.tensor} splits them. Use an "
             "element-wise optimizer, such as adamw, with tensor parallelism, or tensor=1."
         )
-    if options.placed_row.states.is_in_file:
-        check_in_files(options.optimizer, is_elementwise=options.is_filed)
+    check_in_files([options.placed_row.states], options.optimizer, is_elementwise=options.is_filed)
 
 
 class Treatment(NamedTuple):

@@ -91,10 +91,11 @@ def check_updates(units: Sequence[UnitSpec], optimizers: Sequence[torch.optim.Op
     if device.type == "cpu" or any(not bucket.row.states.is_on_device for bucket in buckets):
         for optimizer in optimizers:
             _check_capturable(optimizer, device)
-    for optimizer in optimizers if any(b.row.states.is_in_file and b.is_trained for b in buckets) else ():
-        check_in_files(type(optimizer).__name__, is_elementwise=is_elementwise(optimizer))
-    in_files = [bucket for bucket in buckets if bucket.row.states.is_in_file or bucket.row.parameters.is_in_file]
-    if any(bucket.formats.state != bucket.formats.master for bucket in in_files):
+    trained = [bucket.row.states for bucket in buckets if bucket.is_trained]
+    for optimizer in optimizers:
+        check_in_files(trained, type(optimizer).__name__, is_elementwise=is_elementwise(optimizer))
+    widened = [bucket for bucket in buckets if bucket.formats.state != bucket.formats.master]
+    if any(cell.is_in_file for bucket in widened for cell in bucket.row.state):
         raise ValueError(
             "rounding='stochastic' widens all masters for an update, which those in files cannot be. Use "
             "torch.float32, or offload='host'."
@@ -124,12 +125,10 @@ def source_of(engine: Engine, stores: Stores, optimizer: torch.optim.Optimizer, 
     Args:
         per_element: states that the optimizer keeps for each element.
     """
-    files = None if stores.filed is None else Files(engine, stores.filed.disk)
+    files = None if stores.filed is None else Files(engine, stores.filed)
     if (whole := whole_of(optimizer)) is not None:
         return Exchange(engine, optimizer, whole, files)
-    if stores.filed is not None and files is not None:
-        return Streams(files, optimizer, per_element, stores.filed.place.staging_bytes)
-    buckets = [bucket.spec for unit in engine.units for bucket in unit.buckets]
-    is_far = any(one.is_trained and not one.row.states.is_on_device for one in buckets)
-    has_time = is_far and background.is_worthwhile(engine.mesh.device)
+    if files is not None:
+        return Streams(files, optimizer, per_element)
+    has_time = "states" in reached([u.spec for u in engine.units]) and background.is_worthwhile(engine.mesh.device)
     return background.Background(engine, optimizer) if has_time and is_elementwise(optimizer) else AtOnce()

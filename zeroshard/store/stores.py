@@ -29,6 +29,7 @@ from zeroshard.table.trace import Ledger
 __all__ = ["DeviceStore", "FarStore", "FileStore", "HostStore", "Landing", "MEMORIES", "Store", "Stores"]
 
 Tensor = torch.Tensor
+Form = tuple[tuple[int, ...], tuple[int, ...]]
 
 IN_MEMORY: Final = ("tmpfs", "ramfs")
 
@@ -323,9 +324,6 @@ class Landing(ABC):
         device: the rank's.
     """
 
-    is_direct = False
-    """Whether the device can write sums to that memory itself."""
-
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
@@ -342,6 +340,23 @@ class Landing(ABC):
         """Begin to add `scale` times values of the device to `target`."""
 
     @abstractmethod
+    def keep(self, values: Tensor, scale: float, form: Form, *, is_taken: bool) -> Tensor:
+        """Return a tensor of that memory, in which `scale` times `values` will be.
+
+        Args:
+            form: its shape and strides; it has no gaps.
+            is_taken: whether `values` has this form, and its memory may be changed and kept.
+        """
+
+    @abstractmethod
+    def sum(self, held: Tensor) -> Tensor | None:
+        """Return the sum of values on their arrival; None if it would have to wait for them."""
+
+    @abstractmethod
+    def place_of_sum(self, held: Callable[[], Tensor], other: Tensor) -> Tensor:
+        """Return where the device writes a sum: to that memory, `held()`, if it can, or to `other`, for `put`."""
+
+    @abstractmethod
     def count(self, ledger: Ledger, nbytes: int) -> None:
         """Count bytes that are taken there, or given back if negative."""
 
@@ -354,8 +369,6 @@ class Landing(ABC):
 class DeviceLanding(Landing):
     """Gradients that stay on the device."""
 
-    is_direct = True
-
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         """See `Landing`."""
         return torch.empty(numel, dtype=dtype, device=self._device)
@@ -367,6 +380,19 @@ class DeviceLanding(Landing):
     def add(self, target: Tensor, values: Tensor, scale: float = 1.0) -> None:
         """See `Landing`."""
         target.add_(values, alpha=scale)
+
+    def keep(self, values: Tensor, scale: float, form: Form, *, is_taken: bool) -> Tensor:
+        """See `Landing`."""
+        held = values if is_taken else self.empty(values.numel(), values.dtype).as_strided(*form).copy_(values)
+        return held if scale == 1.0 else held.mul_(scale)
+
+    def sum(self, held: Tensor) -> Tensor:
+        """See `Landing`."""
+        return held.sum()
+
+    def place_of_sum(self, held: Callable[[], Tensor], other: Tensor) -> Tensor:
+        """See `Landing`."""
+        return held()
 
     def count(self, ledger: Ledger, nbytes: int) -> None:
         """See `Landing`."""
@@ -402,6 +428,19 @@ class HostLanding(Landing):
         total = torch.empty_like(target, device=self._device)
         carry(self._device, "back", total, target)
         self.put(target, total.add_(values, alpha=scale))
+
+    def keep(self, values: Tensor, scale: float, form: Form, *, is_taken: bool) -> Tensor:
+        """See `Landing`."""
+        held = self.empty(values.numel(), values.dtype).as_strided(*form)
+        self.put(held, values if scale == 1.0 else values * scale)
+        return held
+
+    def sum(self, held: Tensor) -> None:
+        """See `Landing`."""
+
+    def place_of_sum(self, held: Callable[[], Tensor], other: Tensor) -> Tensor:
+        """See `Landing`."""
+        return other
 
     def count(self, ledger: Ledger, nbytes: int) -> None:
         """See `Landing`: the ledger counts bytes of the device."""

@@ -143,6 +143,11 @@ class BucketSpec:
         return self.gradients == self.full
 
     @cached_property
+    def lands_on_held(self) -> bool:
+        """Whether the first gradients of a step may arrive in the memory of held gradients itself."""
+        return self.holds_whole_gradients and self.row.gradients.is_on_device
+
+    @cached_property
     def updates_all(self) -> bool:
         """Whether this rank updates every element, and so needs full sums of gradients."""
         return self.states == self.full

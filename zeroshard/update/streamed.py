@@ -27,8 +27,9 @@ from zeroshard.core.gradient import part_of
 from zeroshard.core.slot import slot_of
 from zeroshard.describe.offload import written_bytes
 from zeroshard.optim.pieces import Piece, Resident
-from zeroshard.store.disk import BLOCK_BYTES, Disk, buffer_of
+from zeroshard.store.disk import BLOCK_BYTES, buffer_of
 from zeroshard.store.stored import StoredTensor
+from zeroshard.store.stores import FileStore
 from zeroshard.update.optimizer import is_cut
 from zeroshard.update.sources import Lent, Source
 
@@ -47,8 +48,8 @@ PARAMETERS: Final = "parameters"
 class Files:
     """What ranks must write to their files in an update: all of them, or it is an error on all."""
 
-    def __init__(self, engine: Engine, disk: Disk) -> None:
-        self._engine, self.disk = engine, disk
+    def __init__(self, engine: Engine, store: FileStore) -> None:
+        self._engine, self.disk, self.staging_bytes = engine, store.disk, store.place.staging_bytes
 
     @contextmanager
     def written(self) -> Iterator[None]:
@@ -81,12 +82,11 @@ class Streams(Source):
 
     Args:
         per_element: states that the optimizer keeps for each element.
-        staging_bytes: of all buffers together.
     """
 
-    def __init__(self, files: Files, optimizer: torch.optim.Optimizer, per_element: int, staging_bytes: int) -> None:
+    def __init__(self, files: Files, optimizer: torch.optim.Optimizer, per_element: int) -> None:
         self.files, self.optimizer, self.disk = files, optimizer, files.disk
-        self._set_bytes, self._per_element = staging_bytes // SETS, per_element
+        self._set_bytes, self._per_element = files.staging_bytes // SETS, per_element
         self._sets: list[dict[Hashable, Tensor]] = [{} for _ in range(SETS)]
         self._count = 0
         """Chunks so far, which take the sets of buffers in turn."""
@@ -105,14 +105,14 @@ class Streams(Source):
     def _pieces(self) -> Iterator[Piece]:
         """Yield first what is in memory, then the rest in the order of units."""
         groups = [group["params"] for group in self.optimizer.param_groups]
-        here = [[master for master in group if not _is_in_file(master)] for group in groups]
+        here, by_bucket = [list[Tensor]() for _ in groups], dict[Bucket, list[tuple[int, Tensor]]]()
+        for number, master in ((number, master) for number, group in enumerate(groups) for master in group):
+            if (bucket := slot_of(master).bucket).spec.row.states.is_in_file and master.numel():
+                by_bucket.setdefault(bucket, []).append((number, master))
+            else:
+                here[number].append(master)
         if any(here):
             yield Resident(here)
-        by_bucket: dict[Bucket, list[tuple[int, Tensor]]] = {}
-        for number, group in enumerate(groups):
-            for master in group:
-                if _is_in_file(master):
-                    by_bucket.setdefault(slot_of(master).bucket, []).append((number, master))
         for bucket in sorted(by_bucket, key=lambda one: one.number):
             yield from self._chunks(bucket, by_bucket[bucket])
 
@@ -274,7 +274,3 @@ class Chunk(Piece):
         self._streams.moving.difference_update(moving)
         for move in moving:
             move.result()
-
-
-def _is_in_file(master: Tensor) -> bool:
-    return slot_of(master).bucket.spec.row.states.is_in_file and master.numel() > 0

@@ -4,38 +4,22 @@ Owns what moves between memories, and when. It must not know passes or the updat
 those of `offload_times.py`; read it first. Needs no torch.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Final, final
 
 from zeroshard.describe.offload import written_bytes
 from zeroshard.plan.step.clock import Clock
-from zeroshard.plan.step.offload_times import Work, bring, play_update, read_ahead
+from zeroshard.plan.step.offload_times import Work, bring_ahead, play_update
 from zeroshard.plan.step.rank_job import Job
 from zeroshard.plan.step.staging import piece_numel
 from zeroshard.plan.step.storages import Storages
+from zeroshard.table.cells import Cell
 from zeroshard.table.spec import BucketSpec, UnitSpec, itemsize
 
-__all__ = ["Elsewhere", "masters_of", "shares_of"]
+__all__ = ["Elsewhere"]
 
 MOST_PIECES: Final = 64
 """Of a bucket in files that are played one by one; more of them change a step by less than one of them takes."""
-
-
-def shares_of(bucket: BucketSpec) -> Iterable[tuple[str, str, str, int]]:
-    """Yield (column, purpose, memory, bytes) of the parameters and masters that a bucket keeps off the device."""
-    row, sizes = bucket.row, bucket.formats
-    for column, what, cell, (start, stop), dtype in (
-        ("parameters", "parameters", row.parameters, bucket.shard, sizes.param),
-        ("states", "masters", row.states, bucket.states, sizes.master),
-    ):
-        if not cell.is_on_device and (what == "parameters" or bucket.has_masters):
-            yield column, what, cell.memory, (stop - start) * itemsize(dtype)
-
-
-def masters_of(bucket: BucketSpec) -> tuple[int, int]:
-    """Return the bytes of the masters that a bucket keeps on the device apart from parameters, and of their padding."""
-    is_here = bucket.has_masters and bucket.row.states.is_on_device
-    return bucket.bytes_of(bucket.states, bucket.formats.master) if is_here else (0, 0)
 
 
 @final
@@ -73,19 +57,15 @@ class Elsewhere:
         """Begin to copy offloaded parameters to the device in a thread; return when they have arrived."""
         job, clock, arrived_s = self._job, self._clock, 0.0
         for bucket in spec.buckets:
-            cell = bucket.row.parameters
-            nbytes = bucket.layout.shard_numel * itemsize(bucket.formats.param)
-            if cell.is_on_device or (self._is_cpu and not cell.is_in_file):
+            cell, nbytes = bucket.row.parameters, _numel_away(bucket) * itemsize(bucket.formats.param)
+            disk_s = self._disk_s(cell, nbytes)
+            if not nbytes or (self._is_cpu and not disk_s):
                 continue
             lanes = clock.lanes_from(clock.now_s)
             copy_s = 0.0 if self._is_cpu else job.device.copy_s(nbytes)
             copies = max(1, -(-nbytes // max(1, cell.place.staging_bytes // 2)))
-            if cell.is_in_file:
-                work = Work(bucket.name, 0.0, 0.0, copy_s, copies, disk_s=job.device.disk_s(nbytes, job.host_ranks))
-                arrived_s = max(arrived_s, read_ahead(work, lanes))
-            else:
-                work = Work(bucket.name, 0.0, job.device.host_s(2 * nbytes, job.host_ranks), copy_s, copies)
-                arrived_s = max(arrived_s, bring(work, 1, lanes, "copier"))
+            work = Work(bucket.name, 0.0, job.device.host_s(2 * nbytes, job.host_ranks), copy_s, copies, disk_s)
+            arrived_s = max(arrived_s, bring_ahead(work, lanes))
             clock.take_over(lanes)
             if not self._is_cpu:
                 clock.sent["parameters from the host"] += nbytes
@@ -115,28 +95,28 @@ class Elsewhere:
         """Update what is in other memories, beside the update on the device, which began at `start_s`."""
         job, clock, lanes = self._job, self._clock, self._clock.lanes_from(start_s)
         device, buckets = job.device, [b for unit in job.units for b in unit.buckets if b.is_trained]
-        away = [bucket for bucket in buckets if not bucket.row.states.is_on_device]
-        copied = []
+        here, away, copied, held_bytes = list[BucketSpec](), list[BucketSpec](), [], 0
+        for bucket in buckets:
+            (here if bucket.row.states.is_on_device else away).append(bucket)
         for bucket in away:
             # Gradients that lie on the device are copied for the update of states elsewhere.
             is_copied = bucket.row.gradients.is_on_device and not self._is_cpu
+            held_bytes += (not is_copied) * sum(bucket.held_gradient_bytes)
             nbytes = is_copied * bucket.layout.owned_numel(*bucket.states) * itemsize(bucket.formats.master)
             what = "gradients for the update"
             copied.append(self._storages.make(nbytes, "transient", bucket.name, what, memory="host"))
             clock.sent["gradients to the host"] += nbytes
             lanes.now_s = lanes.run("out", device.copy_s(nbytes), f"gradients of {bucket.name}")
         # Whether gradients are finite, and the norm that clips them: each reads all of them.
-        held = [sum(bucket.held_gradient_bytes) for bucket in away if not bucket.row.gradients.is_on_device]
-        read_bytes = 0 if self._is_cpu else 2 * sum(held)
+        read_bytes = 0 if self._is_cpu else 2 * held_bytes
         lanes.now_s = lanes.run("host", device.host_s(read_bytes, job.host_ranks), "norms of gradients")
         arrived_s = play_update([self._work_of(bucket) for bucket in away if not self._is_early(bucket)], lanes)
-        for bucket in (one for one in buckets if not one.row.parameters.is_on_device and one.row.states.is_on_device):
+        for bucket in filter(_numel_away, here):
             # Parameters with masters on the device are copied to their memory.
-            nbytes = bucket.layout.shard_numel * itemsize(bucket.formats.param)
+            nbytes = _numel_away(bucket) * itemsize(bucket.formats.param)
             what = f"parameters of {bucket.name}"
             lanes.now_s = lanes.run("out", 0.0 if self._is_cpu else device.copy_s(nbytes), what)
-            if bucket.row.parameters.is_in_file:
-                lanes.now_s = lanes.run("write", device.disk_s(nbytes, job.host_ranks), what)
+            lanes.now_s = lanes.run("write", self._disk_s(bucket.row.parameters, nbytes), what)
         began_s = lanes.now_s
         for unit in job.units:
             for bucket in filter(self._is_early, unit.buckets):
@@ -148,6 +128,10 @@ class Elsewhere:
         clock.wait("the update elsewhere", max(arrived_s, lanes.now_s), is_offload=True)
         for number in copied:
             self._storages.drop(number)
+
+    def _disk_s(self, cell: Cell, nbytes: int) -> float:
+        """Return how long a read or write of values of a cell takes; 0 in memory."""
+        return self._job.device.disk_s(nbytes, self._job.host_ranks) if cell.is_in_file else 0.0
 
     def _is_early(self, bucket: BucketSpec) -> bool:
         """Return whether the host updates a bucket after the step; a gather before each use waits for it."""
@@ -163,24 +147,26 @@ class Elsewhere:
         job, sizes, cell = self._job, bucket.formats, bucket.row.states
         start, stop = bucket.states
         numel, sharing = stop - start, job.host_ranks
-        there = 0 if bucket.row.parameters.is_on_device else numel
+        there = _numel_away(bucket)
         sent_bytes = 0 if self._is_cpu or is_there else (numel - there) * itemsize(sizes.param)
         self._clock.sent["parameters from the host"] += sent_bytes
         rounded = there if is_there else numel - there if self._is_early(bucket) else numel
         # Masters that are the parameters themselves are not rounded.
         rounded_bytes = rounded * bucket.has_masters * (itemsize(sizes.master) + itemsize(sizes.param))
-        pieces, moved_bytes = 0, 0
-        if cell.is_in_file:
-            kept = max(one.per_element for one in job.updates)
-            pieces = min(MOST_PIECES, -(-numel // piece_numel(bucket, kept)))
-            moved_bytes = numel * (itemsize(sizes.master) + kept * itemsize(sizes.state))
+        kept = max((one.per_element for one in job.updates), default=0)
+        disk_s = self._disk_s(cell, numel * (itemsize(sizes.master) + kept * itemsize(sizes.state)))
         return Work(
             bucket.name,
             job.device.host_s(job.sums.moved_apart_bytes.get(bucket.number, 0), sharing),
             job.device.host_s(rounded_bytes, sharing),
             job.device.copy_s(sent_bytes),
             max(1, -(-sent_bytes // max(1, cell.place.staging_bytes // 2))),
-            job.device.disk_s(moved_bytes, sharing),
-            pieces,
+            disk_s,
+            min(MOST_PIECES, -(-numel // piece_numel(bucket, kept))) if disk_s else 0,
             job.device.disk_s(there * written_bytes(bucket), sharing),
         )
+
+
+def _numel_away(bucket: BucketSpec) -> int:
+    """Return how many of the parameters that a rank keeps are off the device between uses."""
+    return bucket.parameters[1] - bucket.parameters[0] - (bucket.here[1] - bucket.here[0])

@@ -103,12 +103,12 @@ class Film:
     @cached_property
     def before(self) -> Sequence[Event]:
         """What is on the device when the step begins."""
-        return tuple(one for one in self.all_before if one.memory == "device")
+        return tuple(_in(self.all_before, "device"))
 
     @cached_property
     def events(self) -> Sequence[Event]:
         """Those of the device's memory."""
-        return tuple(one for one in self.all_events if one.memory == "device")
+        return tuple(_in(self.all_events, "device"))
 
     @cached_property
     def elsewhere_bytes(self) -> Mapping[str, int]:
@@ -118,14 +118,12 @@ class Film:
     @cached_property
     def everywhere_bytes(self) -> int:
         """The most bytes on device and host together."""
-        start = sum(one.nbytes for one in self.all_before if one.memory != "file")
-        return max(accumulate((one.nbytes for one in self.all_events if one.memory != "file"), initial=start))
+        return self._most("device", "host")
 
     @cached_property
     def host_peak_bytes(self) -> int:
         """The most bytes on the host: what is offloaded, and the buffers that it passes through."""
-        start = sum(one.nbytes for one in self.all_before if one.memory == "host")
-        return max(accumulate((one.nbytes for one in self.all_events if one.memory == "host"), initial=start))
+        return self._most("host")
 
     @cached_property
     def resident_bytes(self) -> Mapping[str, int]:
@@ -151,19 +149,22 @@ class Film:
     @cached_property
     def allocated_bytes(self) -> int:
         """The most bytes that torch's allocator has handed out at a time."""
-        return self._most(is_mapped=False)
+        return self._most(*self._allocator, is_mapped=(False,))
 
     @cached_property
     def mapped_bytes(self) -> int:
         """The most bytes of this rank's pages that the ranks of a host map together."""
-        return self._most(is_mapped=True)
+        return self._most(*self._allocator, is_mapped=(True,))
 
-    def _most(self, *, is_mapped: bool) -> int:
+    @property
+    def _allocator(self) -> Sequence[str]:
         # Where the device is the host's processor, what lies on the host comes from the same allocator.
-        memories = ("device", "host") if self.is_cpu else ("device",)
-        start = sum(one.nbytes for one in self.all_before if one.is_mapped == is_mapped and one.memory in memories)
-        wanted = (one for one in self.all_events if one.is_mapped == is_mapped and one.memory in memories)
-        return max(accumulate((one.nbytes for one in wanted), initial=start))
+        return ("device", "host") if self.is_cpu else ("device",)
+
+    def _most(self, *memories: str, is_mapped: Sequence[bool] = (False, True)) -> int:
+        start = sum(one.nbytes for one in _in(self.all_before, *memories) if one.is_mapped in is_mapped)
+        wanted = (one.nbytes for one in _in(self.all_events, *memories) if one.is_mapped in is_mapped)
+        return max(accumulate(wanted, initial=start))
 
     @cached_property
     def peak_phase(self) -> str:
@@ -199,8 +200,8 @@ def calls_of(events: Iterable[Event]) -> Iterator[rules.Event]:
 def bytes_by_column(events: Iterable[Event]) -> dict[str, int]:
     """Return the bytes on the device, by column."""
     sums = Counter(dict.fromkeys(COLUMNS, 0))
-    for one in events:
-        sums[one.column] += one.nbytes * (one.memory == "device")
+    for one in _in(events, "device"):
+        sums[one.column] += one.nbytes
     return dict(sums)
 
 
@@ -208,6 +209,12 @@ def bytes_elsewhere(events: Iterable[Event]) -> dict[str, int]:
     """Return the bytes that other memories keep, by memory."""
     sums = Counter[str]()
     for one in events:
-        if one.memory != "device" and one.column != "transient":
+        if one.column != "transient":
             sums[one.memory] += one.nbytes
+    sums.pop("device", None)
     return dict(sums)
+
+
+def _in(events: Iterable[Event], *memories: str) -> Iterator[Event]:
+    """Yield the events of some memories."""
+    return (one for one in events if one.memory in memories)

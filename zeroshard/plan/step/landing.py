@@ -123,12 +123,10 @@ class Landing:
         if bucket.number not in self._held:
             self._held.add(bucket.number)
             owned, padding = bucket.held_gradient_bytes
-            is_here = bucket.row.gradients.is_on_device
-            is_mapped = self._job.wire.is_in_place and bucket.holds_whole_gradients
-            make, name = self._storages.make, bucket.name
-            make(owned * is_here, "gradients", name, "gradients", is_mapped=is_mapped)
-            make((owned + padding) * (not is_here), "gradients", name, "gradients", memory="host")
-            make(padding * is_here, "padding", name, "padding of gradients", is_mapped=is_mapped)
+            is_mapped = self._job.wire.is_in_place and bucket.lands_on_held
+            make, name, memory = self._storages.make, bucket.name, bucket.row.gradients.memory
+            make(owned, "gradients", name, "gradients", is_mapped=is_mapped, memory=memory)
+            make(padding, "padding", name, "padding of gradients", is_mapped=is_mapped, memory=memory)
 
     def _is_kept(self, bucket: BucketSpec) -> bool:
         return self._job.keeps_gradients or (self._job.wire.is_in_place and bucket.holds_whole_gradients)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple, final
 
-__all__ = ["Lanes", "PINNED", "Work", "bring", "play_update", "read_ahead"]
+__all__ = ["Lanes", "PINNED", "Work", "bring", "bring_ahead", "play_update"]
 
 PINNED: Final = 2
 """Pinned buffers; the host waits for the copy from the one that it fills again."""
@@ -94,12 +94,14 @@ def bring(one: Work, parts: int, lanes: Lanes, lane: str = "host") -> float:
     return arrived_s
 
 
-def read_ahead(one: Work, lanes: Lanes) -> float:
-    """Read parameters from a file and copy them to the device, in a thread; return when they are there.
+def bring_ahead(one: Work, lanes: Lanes) -> float:
+    """Copy parameters of another memory to the device, in a thread; return when they are there.
 
-    The thread begins to read a piece before it waits for the piece before, and reads into a buffer once the last copy
-    from the buffer is over.
+    From a file, the thread begins to read a piece before it waits for the piece before, and reads into a buffer once
+    the last copy from the buffer is over.
     """
+    if not one.disk_s:
+        return bring(one, 1, lanes, "copier")
     what, arrived_s = f"parameters of {one.name}", lanes.now_s
     lanes.now_s = max(lanes.now_s, lanes.free_s.get("copier", 0.0))
 

@@ -27,7 +27,7 @@ class Account:
     """What optimizers keep and move; searches make it once for many jobs.
 
     Args:
-        states: (name of the bucket, bytes of states, bytes of them in another memory, that memory, bytes of counters).
+        states: (name of the bucket, bytes of states, their memory, bytes of counters).
         wide_bytes, moved_bytes: of each optimizer: masters that are widened, and all that an update on the device reads
             and writes.
         wide_apart_bytes: of each optimizer: masters that are widened on the host.
@@ -35,7 +35,7 @@ class Account:
         turns: of each optimizer, how what is updated whole is exchanged and updated.
     """
 
-    states: Sequence[tuple[str, int, int, str, int]]
+    states: Sequence[tuple[str, int, str, int]]
     wide_bytes: Sequence[int]
     moved_bytes: Sequence[int]
     wide_apart_bytes: Sequence[int]
@@ -45,7 +45,7 @@ class Account:
 
 def account_of(updates: Sequence[Updates], device: Device) -> Account:
     """Return the account of some optimizers."""
-    states: list[tuple[str, int, int, str, int]] = []
+    states: list[tuple[str, int, str, int]] = []
     moved_bytes: list[int] = []
     moved_apart = Counter[int]()
     for one in updates:
@@ -65,9 +65,10 @@ def account_of(updates: Sequence[Updates], device: Device) -> Account:
         moved_bytes.append(moved)
         for places in by_bucket.values():
             bucket, of_bucket = places[0][0], replace(one, parameters=places, whole=())
-            kept_bytes = of_bucket.state_bytes(), of_bucket.state_bytes(is_apart=True)
-            states.append((bucket.name, *kept_bytes, bucket.row.states.memory, one.counter_bytes * len(places)))
-        states += [_states_of(owned) for owned in one.trained.whole if owned.is_kept]
+            kept_bytes = of_bucket.state_bytes() + of_bucket.state_bytes(is_apart=True)
+            states.append((bucket.name, kept_bytes, bucket.row.states.memory, one.counter_bytes * len(places)))
+        whole = [owned for owned in one.trained.whole if owned.is_kept]
+        states += [(o.bucket.name, o.state_bytes, o.bucket.row.states.memory, o.counter_bytes) for o in whole]
     return Account(
         tuple(states),
         tuple(one.numel_bytes(only_wide=True) for one in updates),
@@ -76,13 +77,6 @@ def account_of(updates: Sequence[Updates], device: Device) -> Account:
         MappingProxyType(dict(moved_apart)),
         [turns_of(one.whole, device) for one in updates],
     )
-
-
-def _states_of(one: Owned) -> tuple[str, int, int, str, int]:
-    """Return the states of a parameter that this rank updates whole, as in `Account`."""
-    cell = one.bucket.row.states
-    here = (one.state_bytes, 0) if cell.is_on_device else (0, one.state_bytes)
-    return one.bucket.name, *here, cell.memory, one.counter_bytes
 
 
 @final

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Final, final
 
 from zeroshard.plan.step.clock import Clock
-from zeroshard.plan.step.elsewhere import Elsewhere, masters_of, shares_of
+from zeroshard.plan.step.elsewhere import Elsewhere
 from zeroshard.plan.step.film import Event, Film, Phase, bytes_by_column, bytes_elsewhere
 from zeroshard.plan.step.passes import Passes
 from zeroshard.plan.step.rank_job import Job
@@ -73,14 +73,15 @@ class _Rank:
         job, make, is_mapped = self._job, self.storages.make, self._job.wire.is_in_place
         for unit in job.units:
             for bucket in unit.buckets:
-                parameters, padding = bucket.bytes_of(bucket.here, bucket.formats.param)
-                make(parameters, "parameters", unit.name, "parameters", is_mapped=is_mapped)
-                make(padding, "padding", unit.name, "padding", is_mapped=is_mapped)
-                masters, padding = masters_of(bucket)
-                make(masters, "states", unit.name, "masters")
-                make(padding, "padding", unit.name, "padding of masters")
-                for column, what, memory, nbytes in shares_of(bucket):
-                    make(nbytes, column, unit.name, what, memory=memory)
+                memory, is_shared = bucket.row.parameters.memory, is_mapped and bucket.here == bucket.parameters
+                parameters, padding = bucket.bytes_of(bucket.parameters, bucket.formats.param)
+                make(parameters, "parameters", unit.name, "parameters", is_mapped=is_shared, memory=memory)
+                make(padding, "padding", unit.name, "padding", is_mapped=is_shared, memory=memory)
+                if bucket.has_masters:
+                    memory = bucket.row.states.memory
+                    masters, padding = bucket.bytes_of(bucket.states, bucket.formats.master)
+                    make(masters, "states", unit.name, "masters", memory=memory)
+                    make(padding, "padding", unit.name, "padding of masters", memory=memory)
         make(job.buffer_bytes, "parameters", "", "buffers")
         if not is_first:
             self._make_states()
@@ -93,9 +94,8 @@ class _Rank:
     def _make_states(self) -> None:
         """Take the memory of optimizer states, and of the buffers that offloaded states pass through from then on."""
         job, make = self._job, self.storages.make
-        for name, states_bytes, apart_bytes, memory, counter_bytes in job.sums.states:
-            make(states_bytes, "states", name, "states")
-            make(apart_bytes, "states", name, "states", memory=memory)
+        for name, states_bytes, memory, counter_bytes in job.sums.states:
+            make(states_bytes, "states", name, "states", memory=memory)
             make(counter_bytes, "padding", name, "counters")
         for what, nbytes in (
             ("buffers for files", file_staging_bytes(job.units, job.updates)),
