@@ -84,7 +84,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     for reports in terminalreporter.stats.values():
         for report in reports:
             if isinstance(report, pytest.TestReport):
-                seconds[report.nodeid.rpartition("/")[0]] += report.duration
+                seconds[report.nodeid.partition("::")[0].rpartition("/")[0]] += report.duration
     terminalreporter.section("seconds by folder")
     for folder, took_s in seconds.most_common():
         terminalreporter.write_line(f"{took_s:8.1f}  {folder}")
