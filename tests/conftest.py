@@ -50,6 +50,7 @@ def pytest_report_header(config: pytest.Config) -> str:
 @pytest.hookimpl(tryfirst=True)  # a case's place among all cases decides, whatever -k leaves of them
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what another rotation runs; skip GPU tests where there is no GPU, so that the summary lists them."""
+    RUNNING.collected = frozenset(item.nodeid for item in items)
     items[:], left_out = split(items, config.option.rotation)
     if left_out:
         config.hook.pytest_deselected(items=left_out)

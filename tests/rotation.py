@@ -40,6 +40,8 @@ class Running:
 
     rotation: str = "all"
     case: str = ""
+    collected: frozenset[str] = frozenset()
+    """All cases of this session, whichever the rotation has."""
 
 
 RUNNING = Running()
