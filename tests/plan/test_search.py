@@ -137,7 +137,6 @@ def test_offload_is_taken_where_it_is_faster() -> None:
     assert without.reasons == {}
 
 
-@pytest.mark.rotates
 def test_a_folder_is_taken_where_the_host_is_too_small() -> None:
     small = dataclasses.replace(DEVICES["rtx5090"], host_bytes=25 * 10**9)
     assert zs.search("llama-3.2-3b", device=small, stages=(2,), **ONE).best == {1: None}
