@@ -25,7 +25,7 @@ PRELOAD = ("pytest", "tests.warm")
 PRELOAD_OF_TRANSFORMERS = "tests.integrations.tiny"
 """Its models take 2 s, so that the server has them only if a test that was collected needs them."""
 # Folders and files of tests/ that run no ranks: `make check` and planted bugs need not wait for a server.
-WITHOUT_RANKS = ("contract", "table", "test_durability")
+WITHOUT_RANKS = ("contract", "store", "table", "test_durability")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -50,6 +50,7 @@ def pytest_report_header(config: pytest.Config) -> str:
 @pytest.hookimpl(tryfirst=True)  # a case's place among all cases decides, whatever -k leaves of them
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what another rotation runs; skip GPU tests where there is no GPU, so that the summary lists them."""
+    RUNNING.collected = frozenset(item.nodeid for item in items)
     items[:], left_out = split(items, config.option.rotation)
     if left_out:
         config.hook.pytest_deselected(items=left_out)
@@ -84,7 +85,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     for reports in terminalreporter.stats.values():
         for report in reports:
             if isinstance(report, pytest.TestReport):
-                seconds[report.nodeid.rpartition("/")[0]] += report.duration
+                seconds[report.nodeid.partition("::")[0].rpartition("/")[0]] += report.duration
     terminalreporter.section("seconds by folder")
     for folder, took_s in seconds.most_common():
         terminalreporter.write_line(f"{took_s:8.1f}  {folder}")

@@ -1,18 +1,18 @@
-"""What `make test` runs: a third of each product, and in every third the first case and what finds planted bugs.
+"""What `make test` runs: a third of each product, and in every third what finds planted bugs.
 
 Owns the rule. What each rotation leaves out the other two run, and `make test-all` runs everything. There are three
 kinds of things that rotate:
 
 - cases of a test marked `product`, which checks one property for many worlds, stages, seeds or models, and starts
-  processes for each: the first case and a third of the others;
+  processes for each: a third, and at least one;
 - values of a loop inside a test, which are given to `third`: the first value and a third of the others;
 - a test or case marked `rotates`, which takes seconds and says little that other tests do not: it runs in one rotation.
 
-A test that finds a planted bug (`tools/planted.py`) runs as a whole in each rotation, its loops included.
+A case that finds a planted bug (`tools/planted.py`) runs in each rotation, its loops as a whole; of a product that a
+bug names without a case, the first does.
 """
 
 import zlib
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -40,6 +40,8 @@ class Running:
 
     rotation: str = "all"
     case: str = ""
+    collected: frozenset[str] = frozenset()
+    """All cases of this session, whichever the rotation has."""
 
 
 RUNNING = Running()
@@ -92,19 +94,29 @@ def sizes_of(item: pytest.Item) -> list[int]:
 
 
 def split(items: Sequence[pytest.Item], rotation: str) -> tuple[list[pytest.Item], list[pytest.Item]]:
-    """Return the tests that run in a rotation, and those that do not, each in the order of `items`."""
+    """Return the tests that run in a rotation, and those that do not, each in the order of `items`.
+
+    Turns are shifted by a number of the test, so that no rotation has the first cases of all products.
+    """
     kept: list[pytest.Item] = []
     left_out: list[pytest.Item] = []
-    counts: Counter[str] = Counter()
+    turns: dict[str, list[int]] = {}
     for item in items:
         name = item.nodeid.partition("[")[0]
-        number, counts[name] = counts[name], counts[name] + 1
+        of_test = turns.setdefault(name, [])
+        of_test.append((zlib.crc32(name.encode()) + turn_of(len(of_test), sizes_of(item))) % 3)
+    places = {name: iter(range(len(of_test))) for name, of_test in turns.items()}
+    for item in items:
+        name = item.nodeid.partition("[")[0]
+        place, of_test = next(places[name]), turns[name]
         if rotation == "all" or item.nodeid in NAMED:
             is_kept = True
         elif item.get_closest_marker("rotates") is not None:
-            is_kept = finds_a_bug(item.nodeid) or (zlib.crc32(name.encode()) + number) % 3 == int(rotation)
+            is_kept = finds_a_bug(item.nodeid) or of_test[place] == int(rotation)
+        elif item.get_closest_marker("product") is not None:
+            is_first = place == 0 and (int(rotation) not in of_test or finds_a_bug(item.nodeid))
+            is_kept = is_first or of_test[place] == int(rotation)
         else:
-            is_alone = number == 0 or item.get_closest_marker("product") is None
-            is_kept = is_alone or turn_of(number, sizes_of(item)) == int(rotation)
+            is_kept = True
         (kept if is_kept else left_out).append(item)
     return kept, left_out

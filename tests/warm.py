@@ -16,7 +16,9 @@ import tests.models
 import tests.oracle  # noqa: F401
 import zeroshard.handle
 import zeroshard.parallel.tensor
-import zeroshard.testing  # noqa: F401
+import zeroshard.testing
+import zeroshard.train.loop
+import zeroshard.train.planned  # noqa: F401
 from zeroshard import torch_checks
 
 torch.set_num_threads(1)

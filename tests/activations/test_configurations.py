@@ -44,6 +44,7 @@ def run_all(depth: int) -> dict[str, tuple[int, list[float]]]:
     return {name: run(name, depth) for name in NAMES}
 
 
+@pytest.mark.rotates
 def test_the_rows_keep_bytes_in_the_order_of_the_paper() -> None:
     assert BATCH * LENGTH > 6 * WIDTH, "else gradients are more than inputs, and C2 and C3 change places"
     few, many = (run_ranks(run_all, 4, depth, timeout_s=TIMEOUT_S) for depth in (4, 8))

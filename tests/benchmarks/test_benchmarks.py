@@ -41,6 +41,7 @@ def test_a_run_compares_contestants_and_is_reported(tmp_path: Path, capsys: pyte
     assert sum(line.startswith("| **zeroshard 3** |") for line in lines) == 1
 
 
+@pytest.mark.rotates
 def test_memory_is_counted_above_imports() -> None:
     (rank,) = launch(Job("memory", "tiny", 1, ("zs-3",), warmup=1, rounds=1), 1, {})
     # 0.12M parameters in fp32 with gradients and two states are 2 MB; torch alone is some hundred.
@@ -53,6 +54,7 @@ def test_a_rank_that_fails_is_named_with_its_error() -> None:
         launch(Job("time", "tiny", 1, ("nobody",), warmup=1, rounds=1), 1, {})
 
 
+@pytest.mark.rotates
 def test_the_gpu_script_starts_on_a_cpu(tmp_path: Path) -> None:
     gpu.main(["--device", "cpu", "--only", "rank 0 of 8", "--output", str(tmp_path / "gpu.json")])
     result = json.loads((tmp_path / "gpu.json").read_text())

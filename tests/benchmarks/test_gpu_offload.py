@@ -8,6 +8,7 @@ import pytest
 from benchmarks import gpu_offload
 
 
+@pytest.mark.rotates
 def test_the_script_runs_through_on_a_cpu(tmp_path: Path) -> None:
     output = tmp_path / "gpu_offload.json"
     entrants = ["zeroshard, states and parameters", "FSDP2 CPUOffloadPolicy"]

@@ -27,6 +27,7 @@ def checkpoint(pristine: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(pristine, tmp_path / "step-2"))
 
 
+@pytest.mark.rotates
 def test_every_flipped_bit_is_seen(checkpoint: Path) -> None:
     verify(checkpoint)
     assert flip_bits(checkpoint, every=122) > 10_000

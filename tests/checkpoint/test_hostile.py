@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 import zeroshard as zs
+from zeroshard.checkpoint import strict
 from zeroshard.checkpoint.folders import FolderReader
 from zeroshard.checkpoint.ranges import Spec, arrange
 from zeroshard.checkpoint.verify import verify
@@ -338,6 +339,21 @@ def test_hostile_json_is_refused(name: str, file: str, checkpoint: Path) -> None
         plant_extra(checkpoint, TEXTS[name])
     trainer = small.Small(1)
     refuse(lambda: trainer.zero.load(checkpoint), checkpoint / file)
+
+
+# What these texts say could be a manifest's, which would be refused for other reasons as well.
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        (b'{"a": {"b": 1, "b": 1}}', "duplicate key 'b'"),
+        (b'{"a": NaN}', "NaN is not a JSON number"),
+        (b"[-Infinity]", "-Infinity is not a JSON number"),
+        (b"[1e999]", "1e999 is out of range"),
+    ],
+)
+def test_json_is_strict(text: bytes, why: str) -> None:
+    with pytest.raises(zs.CheckpointError, match=f"a file: is not strict JSON .{why}"):
+        strict.loads(text, "a file")
 
 
 def plant_extra(checkpoint: Path, text: bytes) -> None:

@@ -105,6 +105,7 @@ def test_import_has_no_side_effect(lines: list[str]) -> None:
     assert side_effects(lines) == []
 
 
+@pytest.mark.rotates
 def test_planted_side_effects_are_found() -> None:
     planted = """
 import socket
@@ -121,6 +122,7 @@ torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore()
     assert found >= {"EVENT socket.bind", "EVENT socket.getaddrinfo"} | changed
 
 
+@pytest.mark.rotates
 def test_a_planted_extra_is_found() -> None:
     names = loaded(run(PROGRAM.format(planted="import pytest")))
     assert "pytest" in third_party(names)
@@ -156,6 +158,7 @@ def test_the_report_page_is_written_without_torch() -> None:
     ]
 
 
+@pytest.mark.rotates
 def test_a_blocked_extra_is_found() -> None:
     with pytest.raises(AssertionError, match="No module named 'typer'"):
         run(BLOCKED.format(blocked=HEAVY, names=["typer"]))

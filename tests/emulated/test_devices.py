@@ -71,6 +71,7 @@ def test_step_counters_of_a_fused_update_go_to_the_device() -> None:
     assert cuda.run(f"{WHERE}:counters") == ["cuda:0"]
 
 
+@pytest.mark.rotates
 def test_the_rank_s_device() -> None:
     assert cuda.run(f"{WHERE}:chosen") == {
         "one process": "cuda:0",
@@ -84,6 +85,7 @@ def test_the_rank_s_device() -> None:
     }
 
 
+@pytest.mark.rotates
 def test_what_cannot_train_where_it_is_is_refused_by_name() -> None:
     found: dict[str, str] = cuda.run(f"{WHERE}:refused")
     mixed = found["mixed"]

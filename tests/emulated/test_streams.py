@@ -51,6 +51,7 @@ def test_modules_compiled_to_cuda_graphs_are_refused_by_name() -> None:
     }
 
 
+@pytest.mark.rotates
 def test_threads_of_autograd_enter_the_engine_one_at_a_time() -> None:
     found = cuda.run(f"{WHERE}:threads")
     assert found["open"]["callers"] == found["locked"]["callers"] == 2, "the device's thread, and the caller's"

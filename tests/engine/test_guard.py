@@ -6,6 +6,7 @@ same flag on both.
 
 import contextlib
 import copy
+import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import zeroshard as zs
+from tests.rotation import third
 from zeroshard.core import guard as guards
 from zeroshard.core.dtypes import LossScale
 from zeroshard.testing import run_ranks
@@ -184,8 +186,8 @@ def refused(kind: str, stage: int, name: str) -> list[str]:
     return wrong + [f"at the end: {d}" for d in differences(*ends)]
 
 
-def refused_everywhere(kind: str, names: tuple[str, ...]) -> dict[str, list[str]]:
-    found = {f"{name}, stage {stage}": refused(kind, stage, name) for name in names for stage in STAGES}
+def refused_everywhere(kind: str, cases: list[tuple[str, int]]) -> dict[str, list[str]]:
+    found = {f"{name}, stage {stage}": refused(kind, stage, name) for name, stage in cases}
     return {case: wrong for case, wrong in found.items() if wrong}
 
 
@@ -193,7 +195,8 @@ def refused_everywhere(kind: str, names: tuple[str, ...]) -> dict[str, list[str]
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("kind", ["host", "device"])
 def test_a_step_that_is_not_finite_changes_no_bit(kind: str, world_size: int) -> None:
-    assert run_ranks(refused_everywhere, world_size, kind, tuple(OPTIMIZERS), timeout_s=TIMEOUT_S) == [{}] * world_size
+    cases = third(itertools.product(OPTIMIZERS, STAGES))
+    assert run_ranks(refused_everywhere, world_size, kind, cases, timeout_s=TIMEOUT_S) == [{}] * world_size
 
 
 def test_a_momentum_that_is_not_restored_is_found() -> None:
@@ -302,22 +305,21 @@ def overflowing(kind: str, stage: int, name: str, clips: bool) -> dict[str, Any]
 OVERFLOWING = ("AdamW, amsgrad", "SGD, momentum", "Adagrad", "RMSprop")
 
 
-def overflows_differ() -> list[str]:
+def overflows_differ(cases: list[tuple[str, int, bool]]) -> list[str]:
     wrong = []
-    for name in OVERFLOWING:
-        for stage in STAGES:
-            for clips in (False, True):
-                host, device = (overflowing(kind, stage, name, clips) for kind in ("host", "device"))
-                wrong += [f"{name}, stage {stage}, {clips}: {d}" for d in differences(device, host)]
-                if host["history"] != [65536.0, 32768.0, 32768.0, 16384.0]:
-                    wrong.append(f"{name}: {host['history']}")
+    for name, stage, clips in cases:
+        host, device = (overflowing(kind, stage, name, clips) for kind in ("host", "device"))
+        wrong += [f"{name}, stage {stage}, {clips}: {d}" for d in differences(device, host)]
+        if host["history"] != [65536.0, 32768.0, 32768.0, 16384.0]:
+            wrong.append(f"{name}: {host['history']}")
     return wrong
 
 
 @pytest.mark.product
 @pytest.mark.parametrize("world_size", [2, 1])
 def test_an_overflow_on_a_device_is_what_it_is_on_the_host(world_size: int) -> None:
-    assert run_ranks(overflows_differ, world_size, timeout_s=TIMEOUT_S) == [[]] * world_size
+    cases = third(itertools.product(OVERFLOWING, STAGES, (False, True)))
+    assert run_ranks(overflows_differ, world_size, cases, timeout_s=TIMEOUT_S) == [[]] * world_size
 
 
 def at_the_floor(kind: str) -> list[str]:
@@ -373,22 +375,21 @@ def with_scaler(kind: str, stage: int, name: str, unscales: bool) -> dict[str, A
     return run.state() | {"scales": scales}
 
 
-def scalers_differ() -> list[str]:
+def scalers_differ(cases: list[tuple[str, int, bool]]) -> list[str]:
     wrong = []
-    for name in ("Adam, fused by the user", "AdamW, a loop", "RMSprop"):
-        for stage in STAGES:
-            for unscales in (False, True):
-                host, device = (with_scaler(kind, stage, name, unscales) for kind in ("host", "device"))
-                wrong += [f"{name}, stage {stage}: {d}" for d in differences(device, host)]
-                if host["scales"] != [1024.0, 1024.0, 512.0, 256.0, 256.0]:
-                    wrong.append(f"{name}: {host['scales']}")
+    for name, stage, unscales in cases:
+        host, device = (with_scaler(kind, stage, name, unscales) for kind in ("host", "device"))
+        wrong += [f"{name}, stage {stage}: {d}" for d in differences(device, host)]
+        if host["scales"] != [1024.0, 1024.0, 512.0, 256.0, 256.0]:
+            wrong.append(f"{name}: {host['scales']}")
     return wrong
 
 
 @pytest.mark.product
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_users_grad_scaler_does_on_a_device_what_it_does_on_the_host(world_size: int) -> None:
-    assert run_ranks(scalers_differ, world_size, timeout_s=TIMEOUT_S) == [[]] * world_size
+    cases = third(itertools.product(("Adam, fused by the user", "AdamW, a loop", "RMSprop"), STAGES, (False, True)))
+    assert run_ranks(scalers_differ, world_size, cases, timeout_s=TIMEOUT_S) == [[]] * world_size
 
 
 # -- what is read when ------------------------------------------------------------------------------------------------

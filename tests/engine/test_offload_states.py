@@ -19,6 +19,7 @@ from torch import nn
 import zeroshard as zs
 from tests import models
 from tests.oracle import STAGES_AT, TIMEOUT_S, WATCHDOG_S, assert_same
+from tests.rotation import third
 from tools.settled import settled
 from zeroshard.core.slot import slot_of
 from zeroshard.table.cells import Cell, Elsewhere, Place, Sharded
@@ -128,14 +129,15 @@ def state_of(run: tuple[Any, Any, zs.Zero]) -> dict[str, Any]:
         }
 
 
-def train(name: str, make: Callable[..., Any], place: str, stages: tuple[int, ...]) -> dict[Any, Any]:
-    found = {}
+def train(name: str, make: Callable[..., Any], place: str, cases: Sequence[tuple[int, float]]) -> dict[Any, Any]:
+    """Train at stages, with fractions of states elsewhere and, under None, without. Runs on a rank."""
+    found: dict[Any, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
-        for stage in stages:
-            for fraction in (None, *FRACTIONS):
-                run = build(name, make, stage, offload=offload_at(fraction, place, folder))
-                found[stage, fraction] = {"seen": advance(name, run, range(4)), **state_of(run)}
-                run[2].check_copies()
+        runs = dict.fromkeys(one for stage, part in cases for one in ((stage, None), (stage, part)))
+        for stage, fraction in runs:
+            run = build(name, make, stage, offload=offload_at(fraction, place, folder))
+            found[stage, fraction] = {"seen": advance(name, run, range(4)), **state_of(run)}
+            run[2].check_copies()
     return found
 
 
@@ -155,25 +157,26 @@ looped = functools.partial(models.sgd, foreach=False, fused=False)
     ],
 )
 def test_offloaded_runs_equal_resident_ones(name: str, world: int, place: str) -> None:
-    stages = STAGES_AT[world]
-    for found in run_ranks(train, world, name, fused, place, stages, timeout_s=2 * TIMEOUT_S, process_group=world > 1):
-        for stage in stages:
-            for fraction in FRACTIONS:
-                where = f"stage {stage} of {world}, {fraction} {place}"
-                assert_same(found[stage, None], found[stage, fraction], where)
+    cases = third(itertools.product(STAGES_AT[world][::-1], FRACTIONS[::-1]))
+    for found in run_ranks(train, world, name, fused, place, cases, timeout_s=2 * TIMEOUT_S, process_group=world > 1):
+        for stage, fraction in cases:
+            where = f"stage {stage} of {world}, {fraction} {place}"
+            assert_same(found[stage, None], found[stage, fraction], where)
 
 
 @pytest.mark.product
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("make", [looped, functools.partial(models.sgd, fused=True), models.adamw])
 def test_other_kernels_are_the_same_there(make: Callable[..., Any], place: str) -> None:
-    for found in run_ranks(train, 2, "accumulates", make, place, (2, 3), timeout_s=2 * TIMEOUT_S):
+    cases = third(itertools.product((3, 2), FRACTIONS[::-1]))
+    for found in run_ranks(train, 2, "accumulates", make, place, cases, timeout_s=2 * TIMEOUT_S):
         for (stage, fraction), one in found.items():
             assert_same(found[stage, None], one, f"stage {stage}, {fraction} {place}")
 
 
 def test_masters_that_are_rounded_at_random_are_the_same_on_the_host() -> None:
-    for found in run_ranks(train, 2, "masters-at-random", fused, "host", (1, 3), timeout_s=2 * TIMEOUT_S):
+    cases = third(itertools.product((3, 1), FRACTIONS[::-1]))
+    for found in run_ranks(train, 2, "masters-at-random", fused, "host", cases, timeout_s=2 * TIMEOUT_S):
         for (stage, fraction), one in found.items():
             assert_same(found[stage, None], one, f"stage {stage}, {fraction}")
 

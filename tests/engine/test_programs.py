@@ -120,6 +120,7 @@ def test_rounding_is_no_difference_where_a_program_carries_it_as_far_in_plain_to
     assert judge([spec], [[found]]).kind == "wrong"
 
 
+@pytest.mark.rotates
 def test_rounded_activations_may_carry_a_program_as_far_as_they_carry_plain_torch() -> None:
     # Six steps of SGD with Nesterov momentum: plain torch is off by 3 to 11 where its backwards read fp8.
     spec = draw_wide(5002300, 2)

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zeroshard as zs
 from tests import models
-from tests.oracle import STAGES, TIMEOUT_S, WATCHDOG_S
+from tests.oracle import STAGES, TIMEOUT_S, WATCHDOG_S, run_cases
 from tools.settled import settled
 from zeroshard.testing import run_ranks
 from zeroshard.update import background
@@ -237,10 +237,24 @@ def caught(action: Callable[[], Any]) -> tuple[list[str], str]:
     return [], "nothing was raised"
 
 
+def refused(action: Callable[[], Any]) -> tuple[list[str], str]:
+    """Run one of several that must raise; end the group of ranks if it does not: the next would run beside it."""
+    names, text = caught(action)
+    assert names, f"{action}: {text}"
+    return names, text
+
+
+@pytest.fixture(scope="module")
+def refusals() -> dict[str, list[tuple[list[str], str]]]:
+    """What each refusal by shard() comes to, by rank: one group of ranks has all, one after the other."""
+    actions = [(action,) for action, *_ in AT_SHARD.values()]
+    return dict(zip(AT_SHARD, run_cases(refused, 2, actions, timeout_s=2 * TIMEOUT_S).values(), strict=True))
+
+
 @pytest.mark.parametrize("what", AT_SHARD)
-def test_refused_by_shard(what: str) -> None:
-    action, kinds, words = AT_SHARD[what]
-    for names, text in run_ranks(caught, 2, action, timeout_s=TIMEOUT_S):
+def test_refused_by_shard(what: str, refusals: dict[str, list[tuple[list[str], str]]]) -> None:
+    _, kinds, words = AT_SHARD[what]
+    for names, text in refusals[what]:
         assert any(kind.__name__ in names for kind in kinds), f"{names[:1]}: {text}"
         assert_words(text, words)
 
@@ -621,10 +635,9 @@ def other_reduction() -> None:
 
 
 def other_torch() -> None:
-    if dist.get_rank() == 1:
-        torch.__version__ = "2.99.0"  # type: ignore[assignment]
     model = models.build(models.Stack)
-    shard(model, models.adamw(model))
+    with patch.object(torch, "__version__", "2.99.0" if dist.get_rank() == 1 else torch.__version__):
+        shard(model, models.adamw(model))
 
 
 def other_optimizer() -> None:
@@ -679,10 +692,17 @@ MISMATCHES: dict[str, tuple[Callable[[], None], list[str]]] = {
 }
 
 
+@pytest.fixture(scope="module")
+def mismatches() -> dict[str, list[tuple[list[str], str]]]:
+    """What each difference between ranks comes to, by rank."""
+    actions = [(action,) for action, _ in MISMATCHES.values()]
+    return dict(zip(MISMATCHES, run_cases(refused, 2, actions, timeout_s=2 * TIMEOUT_S).values(), strict=True))
+
+
 @pytest.mark.parametrize("what", MISMATCHES)
-def test_ranks_that_differ_are_told_how(what: str) -> None:
-    action, words = MISMATCHES[what]
-    for rank, (names, text) in enumerate(run_ranks(caught, 2, action, timeout_s=TIMEOUT_S)):
+def test_ranks_that_differ_are_told_how(what: str, mismatches: dict[str, list[tuple[list[str], str]]]) -> None:
+    _, words = MISMATCHES[what]
+    for rank, (names, text) in enumerate(mismatches[what]):
         if what == "refused by one" and rank == 1:
             assert names, text
         else:

@@ -2,10 +2,14 @@
 
 import atexit
 import gc
+import os
 import sys
 from typing import Any
 
+import pytest
+
 from zeroshard.testing import run_ranks
+from zeroshard.watch.last_words import ErrorHook
 
 from .job import loss_of, make
 
@@ -49,3 +53,30 @@ def make_and_delete(shared_memory: bool, first: bool) -> list[str]:
 def test_hooks_are_installed_once_and_undone_with_the_last_handle() -> None:
     for shared_memory, first in ((True, True), (False, False)):
         assert run_ranks(make_and_delete, 2, shared_memory, first, timeout_s=60.0) == [[], []]
+
+
+class Heard:
+    """The ranks of a model, told of errors."""
+
+    def __init__(self, process: int) -> None:
+        self.rank, self.process, self.told = 0, process, list[str]()
+
+    def detail(self, error: BaseException) -> str:
+        return "a detail"
+
+    def blame(self, rank: int, why: str) -> None:
+        self.told.append(why)
+
+    def stay(self) -> None:
+        self.told.append("stayed")
+
+
+def test_an_error_is_told_by_the_process_of_a_model_and_by_no_child(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "excepthook", lambda *_: None)
+    own, parents = Heard(os.getpid()), Heard(os.getppid())
+    hook = ErrorHook.of(own)
+    assert ErrorHook.of(parents) is hook
+    error = ValueError("of a kind")
+    hook(ValueError, error, None)
+    assert own.told == ["ValueError: of a kind\na detail", "stayed"]
+    assert parents.told == []

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.rotation import RUNNING
 from tools.planted import BUGS, CHECKPOINT, ENGINE, PASSED, PLAN, ROOMS, ROOT, STOPPED, Bug, look_for, plant, run_tests
 
 # Of files: a flush is dropped, a range ends one too early. Of the engine: an order, memory, a rank that waits for ever,
@@ -34,7 +35,13 @@ def test_a_bug_has_its_place_and_its_test(bug: Bug, tmp_path: Path) -> None:
 
 
 def test_the_tests_with_their_parameters_are_there() -> None:
-    assert run_tests(ROOT, sorted({bug.test for bug in BUGS}), 100.0, "--collect-only") == PASSED
+    tests = {bug.test for bug in BUGS}
+    if {test.partition("::")[0] for test in tests} <= {case.partition("::")[0] for case in RUNNING.collected}:
+        # A session of all files has collected them, which takes ten seconds of a core.
+        ends = {part for case in RUNNING.collected for part in (case, case.partition("[")[0], case.partition("::")[0])}
+        assert tests <= ends
+    else:
+        assert run_tests(ROOT, sorted(tests), 100.0, "--collect-only") == PASSED
 
 
 def test_the_engine_is_covered() -> None:

@@ -14,6 +14,7 @@ from zeroshard.testing import run_ranks
 from zeroshard.wire.comm import Pending
 
 
+@pytest.mark.rotates
 def test_it_starts_and_writes_its_file(tmp_path: Path) -> None:
     out = tmp_path / "cpu.json"
     # Parity in low precision with and without ranks, delays; then parity, first values and whole state over ranks.
@@ -28,6 +29,7 @@ def test_it_starts_and_writes_its_file(tmp_path: Path) -> None:
     assert report["command"].startswith("python -m benchmarks.gpu_check --device cpu --only ")
 
 
+@pytest.mark.rotates
 def test_what_passed_is_not_run_again(tmp_path: Path) -> None:
     out = tmp_path / "x.json"
     asked = ["--device", "cpu", "--only", "check_no_synchronization", "--out", str(out)]

@@ -14,13 +14,14 @@ import functools
 import importlib
 import inspect
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import pytest
 import torch
 
 from tests.oracle import WATCHDOG_S, Plain, Run, Sharded, assert_same, run_cases, seed, stages_of
+from tests.rotation import third
 from zeroshard.testing import RankFailure
 
 TRANSPORTS: Final = ("memory", "messages")
@@ -117,12 +118,24 @@ def _results(module: str, world: int) -> dict[tuple[Any, ...], list[Any]] | Exce
     named = vars(importlib.import_module(module))
     names = [name for name, one in named.items() if name.startswith("test_") and world in one.shape.worlds]
     try:
-        return run_cases(run_shape, world, [(module, name) for name in names], timeout_s=TIMEOUT_S)
+        cases = [(module, name, tuple(third(_places(named[name].shape)))) for name in names]
+        results = run_cases(run_shape, world, cases, timeout_s=TIMEOUT_S)
+        return {case[:2]: result for case, result in results.items()}
     except RankFailure as error:
         return error
 
 
-def run_shape(module: str, name: str) -> Any:
+def _places(shape: Shape) -> Iterable[int]:
+    """Return the places of a shape's stages, the highest first: a rotation runs it, and a third of the others."""
+    stages = _stages(shape)
+    return sorted(range(len(stages)), key=stages.__getitem__, reverse=True)
+
+
+def _stages(shape: Shape) -> Sequence[int]:
+    return shape.stages or stages_of(shape.script)
+
+
+def run_shape(module: str, name: str, places: Sequence[int]) -> Any:
     """Run a shape on this rank; return what it recorded, plainly and by stage, or the traceback of its error."""
     shape: Shape = vars(importlib.import_module(module))[name].shape
     expected = None
@@ -131,7 +144,7 @@ def run_shape(module: str, name: str) -> Any:
     try:
         if shape.is_compared:
             expected = _execute(Plain(), shape.script)
-        for kind, stage, options in _kinds(shape):
+        for kind, stage, options in _kinds(shape, places):
             if shape.is_compared:
                 actual[kind] = _execute(Sharded(stage, options), shape.script)
             else:
@@ -142,8 +155,9 @@ def run_shape(module: str, name: str) -> Any:
     return expected, actual
 
 
-def _kinds(shape: Shape) -> Iterator[tuple[str, int, dict[str, Any]]]:
-    for place, stage in enumerate(shape.stages or stages_of(shape.script)):
+def _kinds(shape: Shape, places: Sequence[int]) -> Iterator[tuple[str, int, dict[str, Any]]]:
+    for place in places:
+        stage = _stages(shape)[place]
         transport = TRANSPORTS[(place + _world()) % 2]
         options = {"shared_memory": transport == "memory", "watchdog_s": WATCHDOG_S, **shape.options}
         yield f"{stage}, {transport}", stage, options

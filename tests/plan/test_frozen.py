@@ -129,6 +129,7 @@ def closed(events: Sequence[Sent]) -> list[Sent]:
     return [*events[:end], *sorted(releases), *events[end + len(releases) :]]
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0].__name__}-{case[1].__name__}-{case[2]}-{case[3]}")
 def test_the_plan_is_the_run(case: tuple[Any, ...]) -> None:
     build, _, stage, _ = case

@@ -26,6 +26,7 @@ def test_a_candidate_is_the_plan_of_its_options() -> None:
         assert plan.peak_bytes * 0.9 <= one.peak_bytes <= plan.peak_bytes
 
 
+@pytest.mark.rotates
 def test_nothing_beats_the_frontier() -> None:
     found = zs.search("gpt2-xl", world_size=[8, 16], **SMALL)  # type: ignore[arg-type]
     assert found.frontier == tuple(frontier_of(found.candidates))
@@ -36,6 +37,7 @@ def test_nothing_beats_the_frontier() -> None:
             assert not (is_faster and other.peak_bytes <= one.peak_bytes)
 
 
+@pytest.mark.rotates
 def test_verdicts_of_the_frontier_count_what_the_allocator_reserves() -> None:
     found = zs.search("gpt2-xl", world_size=8, **SMALL)  # type: ignore[arg-type]
     for one in found.frontier:
@@ -68,12 +70,14 @@ def test_the_best_fits_and_is_the_fastest() -> None:
     assert "the fastest that fits" in str(found)
 
 
+@pytest.mark.rotates
 def test_none_may_fit() -> None:
     found = zs.search("llama-3-405b", world_size=8, device="v100-32", seq=1024, batches=(1,), tensors=(1,))
     assert found.best == {8: None}
     assert "none" in str(found)
 
 
+@pytest.mark.rotates
 def test_a_global_batch_is_kept() -> None:
     found = zs.search("gpt2", world_size=8, global_batch=64, **SMALL)  # type: ignore[arg-type]
     assert {one.options.tokens_per_step for one in found.candidates} == {64 * 1024}
@@ -94,6 +98,7 @@ def test_a_search_as_json() -> None:
 ONE: dict[str, Any] = {"world_size": 1, "seq": 2048, "batches": (1, 4), "tensors": (1,), "activations": ("recompute",)}
 
 
+@pytest.mark.rotates
 def test_offload_is_the_best_where_nothing_fits_without() -> None:
     """The fastest of all offloads of all configurations, by brute force in tenths, is not faster."""
     found = zs.search("llama-3.2-3b", device="rtx5090", stages=(2, 3), **ONE)
@@ -116,6 +121,7 @@ def test_offload_is_the_best_where_nothing_fits_without() -> None:
     assert found.offloads_tried < len(tries)
 
 
+@pytest.mark.rotates
 def test_offload_is_taken_where_it_is_faster() -> None:
     """Without offload only the whole recomputation fits, or so."""
     sizes: dict[str, Any] = {"world_size": 8, "seq": 4096, "tensors": (1,), "batches": (1, 2), "stages": (2, 3)}

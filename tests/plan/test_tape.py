@@ -110,6 +110,14 @@ def test_everything_that_is_made_is_dropped() -> None:
 
 
 @pytest.mark.parametrize("treatment", NAMES)
+def test_what_a_forward_keeps_and_what_is_above_are_its_peak(treatment: str) -> None:
+    for model in (GPT, LLAMA):
+        for tape in tapes(model, Workload(batch=BATCH, sequence=SEQUENCE)).values():
+            parts = instructions(tape, treatment)
+            assert (parts.saved_bytes, parts.saved_bytes + parts.forward_bytes) == most_bytes(parts.forward)
+
+
+@pytest.mark.parametrize("treatment", NAMES)
 def test_a_sum_of_instructions_keeps_bytes_and_time(treatment: str) -> None:
     for model in (GPT, LLAMA):
         for tape in tapes(model, Workload(batch=BATCH, sequence=SEQUENCE, tensor=2)).values():

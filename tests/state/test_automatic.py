@@ -63,6 +63,7 @@ def test_ranks_choose_alike() -> None:
     assert all("stage 0" in line for line in found)
 
 
+@pytest.mark.rotates
 def test_a_plan_takes_the_least_stage_that_fits() -> None:
     asked = {"world_size": 8, "seq": 2048, "activations": "recompute"}
     found = zs.plan("llama-3-8b", stage="auto", device="a100-80", **asked)  # type: ignore[arg-type]
@@ -73,6 +74,7 @@ def test_a_plan_takes_the_least_stage_that_fits() -> None:
     assert zs.plan("llama-3-405b", stage="auto", device="v100-32", **asked).options["row"] == "stage 3"  # type: ignore[arg-type]
 
 
+@pytest.mark.rotates
 def test_a_training_takes_the_least_stage_that_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     config = choose_sharding(load_config(None, ["zero.stage=auto", "run.ranks=2"]))

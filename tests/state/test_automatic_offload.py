@@ -10,7 +10,6 @@ from torch import nn
 import zeroshard as zs
 from tests.oracle import run_cases
 from tests.rotation import third
-from zeroshard.setup.automatic import STATES_PART
 from zeroshard.table.cells import Elsewhere
 from zeroshard.train.config import load_config
 from zeroshard.train.planned import choose_sharding
@@ -20,9 +19,12 @@ NUMEL = DEPTH * WIDTH * WIDTH
 
 
 def sharded(stage: int, bytes_per_parameter: float | None, precision: str = "fp32") -> zs.Zero:
-    """Shard a model whose states may take so many bytes a parameter of the device; None for a CPU as it is."""
+    """Shard a model whose states may take so many bytes a parameter of the device; None for a CPU as it is.
+
+    They may take half of it, as docs/offload.md says.
+    """
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(DEPTH)))
-    room_bytes = None if bytes_per_parameter is None else int(bytes_per_parameter * NUMEL / STATES_PART)
+    room_bytes = None if bytes_per_parameter is None else int(2 * bytes_per_parameter * NUMEL)
     settings, optimizer = zs.Settings(device_bytes=room_bytes), torch.optim.AdamW(model.parameters())
     return zs.shard(model, optimizer, stage=stage, precision=precision, offload="auto", settings=settings)
 
@@ -55,7 +57,7 @@ def test_states_count_as_their_optimizer_keeps_them(kind: type[torch.optim.Optim
 
     needed = kept(shard())
     for nbytes, is_moved in ((needed, False), (needed - 1, True)):
-        zero = shard(offload="auto", settings=zs.Settings(device_bytes=int(nbytes / STATES_PART)))
+        zero = shard(offload="auto", settings=zs.Settings(device_bytes=2 * nbytes))
         assert (zero.residency.states.memory == "host") is is_moved
 
 

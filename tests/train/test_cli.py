@@ -144,6 +144,7 @@ def test_mistakes_end_with_one_message(arguments, message, monkeypatch, capsys, 
     assert "Traceback" not in err + out
 
 
+@pytest.mark.rotates
 def test_settings_that_ranks_refuse_end_with_their_message(tmp_path):
     # A model of one block has no unit below the root, which recomputation would be of.
     settings = ["--depth", "1", "--activations", "recompute", "--ranks", "2", f"run.folder={tmp_path}"]
@@ -311,6 +312,7 @@ def test_ranks_may_take_as_long_to_stop_as_others_wait(monkeypatch):
     assert seen == [78, 5]
 
 
+@pytest.mark.rotates
 def test_two_ranks_through_the_launcher(tmp_path):
     run = _start("-m", "zeroshard.cli", "train", *SMALL, "--steps", "3", "--name", "two", cwd=tmp_path)
     out, err = run.communicate(timeout=90)

@@ -1,13 +1,14 @@
-"""What the launcher says of the network, and what is refused."""
+"""What the launcher says of the network, and what is refused; the ranks along the axes of a mesh."""
 
 import contextlib
 import os
 import socket
 
 import pytest
+import torch
 
 from zeroshard.wire import mesh
-from zeroshard.wire.mesh import find_launch, refuse_blocking_nccl
+from zeroshard.wire.mesh import Mesh, find_launch, refuse_blocking_nccl
 
 
 def launched(monkeypatch: pytest.MonkeyPatch, address: str, local: int) -> None:
@@ -61,3 +62,13 @@ def test_waits_of_nccl_that_stop_the_host_are_refused_by_name(
     says = f"TORCH_NCCL_BLOCKING_WAIT={value} makes the host wait"
     with pytest.raises(RuntimeError, match=says) if is_refused else contextlib.nullcontext():
         refuse_blocking_nccl()
+
+
+def test_the_last_axis_is_over_neighbouring_ranks_and_ranks_along_axes_are_in_order() -> None:
+    axes = (("replicate", 2), ("shard", 3), ("tensor", 2))
+    one = Mesh(9, 12, 0, torch.device("cpu"), axes)
+    assert (one.tensor_ranks, one.shard_ranks, one.replica_ranks) == ((8, 9), (7, 9, 11), (3, 9))
+    assert one.data_ranks == (1, 3, 5, 7, 9, 11)
+    other = Mesh(9, 12, 0, torch.device("cpu"), axes[::-1])
+    assert (other.tensor_ranks, other.shard_ranks, other.replica_ranks) == ((3, 9), (7, 9, 11), (8, 9))
+    assert other.data_ranks == (6, 7, 8, 9, 10, 11)
