@@ -13,7 +13,7 @@ from typing import final
 from zeroshard.plan.machine.hardware import Cost, Device, Span
 from zeroshard.plan.step.script import Call, Script, script_of
 from zeroshard.plan.step.turns import Turn, turns_of
-from zeroshard.table.bytes import Owned, Updates
+from zeroshard.table.bytes import Updates
 from zeroshard.table.spec import BucketSpec, UnitSpec, itemsize
 from zeroshard.table.step import Steady, steady_passes
 from zeroshard.table.wires import Wire
