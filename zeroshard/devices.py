@@ -174,10 +174,16 @@ _Self = TypeVar("_Self", bound=HasLock)
 
 
 def alone(method: Callable[Concatenate[_Self, _P], _T]) -> Callable[Concatenate[_Self, _P], _T]:
-    """Serialize a method by the object's reentrant `lock`: autograd runs one thread per device."""
+    """Serialize a method by the object's reentrant `lock`: autograd runs one thread per device.
+
+    The method runs outside `torch.inference_mode()`: memory that it allocates there could not be changed later.
+    """
 
     @functools.wraps(method)
     def call(self: _Self, /, *args: _P.args, **options: _P.kwargs) -> _T:
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(mode=False), torch.no_grad():
+                return call(self, *args, **options)
         if self.lock is None:
             return method(self, *args, **options)
         with self.lock:

@@ -53,6 +53,26 @@ def evaluated_in_inference_mode(run: Run) -> None:
             run.record(evaluated=models.stack_loss(model, 100 + step, run.rank).clone())
 
 
+def calls_in_inference_mode(run: Run) -> None:
+    """What ends a backward, reduces or gathers in inference mode leaves memory that later steps can change."""
+    model = models.build(models.Stack)
+    optimizer = models.adamw(model)
+    run.shard(model, optimizer)
+    for step in range(3):
+        for micro in range(2):
+            with torch.inference_mode():
+                models.stack_loss(model, 100 + step, run.rank)
+            run.backward(models.stack_loss(model, step, run.rank, micro))
+            with torch.inference_mode():
+                nn.utils.clip_grad_norm_(model.parameters(), 10.0)
+                run.record(norm=run.grad_norm().clone())
+                with run.gathered(states=True):
+                    assert model.state_dict()
+        run.record(norm=nn.utils.clip_grad_norm_(model.parameters(), 0.5))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def evaluated_between_forward_and_backward(run: Run) -> None:
     model = models.build(models.Stack)
     optimizer = models.adamw(model)
@@ -237,6 +257,7 @@ SCRIPTS = [
     evaluated_between_steps,
     evaluated_first,
     evaluated_in_inference_mode,
+    calls_in_inference_mode,
     evaluated_between_forward_and_backward,
     evaluated_with_gradients_enabled,
     generated_with_uneven_lengths,

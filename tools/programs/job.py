@@ -520,6 +520,16 @@ class RoundedOracle(Oracle):
         self._begin_scale()
         self._divide()
         self._twins: list[tuple[nn.Parameter, nn.Parameter]] = []
+        self._is_reduced = True
+
+    @contextlib.contextmanager
+    def no_sync(self, axis: Literal["all", "replicate"] = "all") -> Iterator[None]:
+        with super().no_sync(axis):
+            self._is_reduced = axis == "replicate"
+            try:
+                yield
+            finally:
+                self._is_reduced = True
 
     def start(self, build: Build) -> tuple[nn.Module, list[Optimizer]]:
         self.model, self.optimizers = build()
@@ -583,7 +593,10 @@ class RoundedOracle(Oracle):
             if self._nudges is not None:
                 grad *= 1.0 + 2.0**-23 * torch.randint(-1, 2, grad.shape, generator=self._nudges)
             master.grad = grad if master.grad is None else master.grad + grad
-            self._has_overflowed |= "loss_scale" in self.options and not bool(master.grad.isfinite().all())
+            if self._is_reduced and "loss_scale" in self.options:
+                # What passes left unreduced before is looked at with this pass, unless it was set to zero.
+                grads = (one.grad for one, _ in self._twins if one.grad is not None)
+                self._has_overflowed |= not all(bool(one.isfinite().all()) for one in grads)
             rounded.grad = None
 
         return add

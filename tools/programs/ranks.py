@@ -11,7 +11,7 @@ Note: the tolerance
     Such a program is right if it agrees as closely with one of `NUDGES` oracles whose gradients are off by that place.
     Treatments that round activations have the bounds of `LOSSY`, which steps exceed that carry errors far, such as
     those of SGD with Nesterov momentum at a rate of 0.1, or with `maximize=True`. What they carry is measured: such a
-    program diverges, and is not wrong, if one of `NUDGES` oracles is as far off, whose backwards read saved tensors
+    program diverges, and is not wrong, if one of `ROUGH` oracles is as far off, whose backwards read saved tensors
     with errors drawn from the bounds of the encodings.
 """
 
@@ -60,6 +60,8 @@ AS_TORCH = ("Tensors of the same index must be on the same device and the same d
 ARGUMENT = re.compile(r"ValueError: \w+=|ValueError: Offload\(")
 """Errors that name an argument, which are alike on all ranks."""
 NUDGES = 8
+ROUGH = 32
+"""Oracles with errors of rounded activations: how far these carry differs by a factor of five between draws."""
 BAD = ("wrong", "bits", "error", "hang", "crash", "invalid")
 """Verdicts that are somebody's fault: zeroshard's, or, if "invalid", the drawing's."""
 AMPLIFIED = 4.0
@@ -245,8 +247,8 @@ def judge(task: Task, found: Sequence[Sequence[dict[str, Any]]]) -> Verdict:
             return Verdict("diverging", wrong.text, wrong.error)
     if (codes := _lossy_of(spec)) and math.isfinite(wrong.error):
         exact = run_oracle(spec)
-        rough = (first_difference(exact, run_oracle(spec, nudge, codes), tolerance)[1] for nudge in range(NUDGES))
-        if wrong.error * tolerance <= max(rough):
+        rough = (first_difference(exact, run_oracle(spec, nudge, codes), tolerance)[1] for nudge in range(ROUGH))
+        if any(wrong.error * tolerance <= one for one in rough):
             return Verdict("diverging", wrong.text, wrong.error)
     return wrong
 

@@ -457,6 +457,7 @@ class Engine(Ending):
         self.catch_up()
         self._norms.forget()
 
+    @alone
     def norms(self, p: float, dtype: torch.dtype | None = None) -> Tensor:
         """Return read-only (parameters,) fp64: the p-norm of the full gradient of each parameter, in order.
 

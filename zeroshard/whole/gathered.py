@@ -39,18 +39,10 @@ def gathered(
     if engine.gathered is not None:
         raise RuntimeError(f"{engine.mesh} gathered() inside gathered(): the parameters are already gathered.")
     engine.leave_passes("gathered()")
-    engine.order.let_go()
-    # With writeback, different changes of ranks are replaced by those of rank 0; otherwise they are an error here.
-    enter = engine.order.barrier if writeback else engine.order.settle
-    enter(f"gathered(writeback={writeback}, states={states})")
-    engine.order.buffers.settle()
-    number = engine.order.next_number()
     parameters = parameters_of(engine)
-    for unit in engine.units:
-        if not unit.spec.is_whole:
-            unit.start_gather(engine.comm, number, "gathered()", kind="state")
-            unit.wait()
-    expanded = [WholeStates(engine, optimizer, parameters) for optimizer in optimizers if states]
+    # What is allocated in inference mode has no version, by which changes are found, and cannot be changed later.
+    with torch.inference_mode(mode=False), torch.no_grad():
+        expanded = _gather(engine, optimizers, parameters, writeback=writeback, states=states)
     before = _versions(parameters, expanded)
     has_finished = False
     try:
@@ -82,6 +74,28 @@ def gathered(
                 "of sharded parameters are lost, and replicated parameters may now differ between ranks. Use `with "
                 "zero.gathered(writeback=True):` on every rank, which keeps the values of rank 0."
             )
+
+
+def _gather(
+    engine: Engine,
+    optimizers: Sequence[ShardedOptimizer],
+    parameters: Mapping[str, nn.Parameter],
+    *,
+    writeback: bool,
+    states: bool,
+) -> list["WholeStates"]:
+    """Gather all parameters, and return the gathered states of each optimizer."""
+    engine.order.let_go()
+    # With writeback, different changes of ranks are replaced by those of rank 0; otherwise they are an error here.
+    enter = engine.order.barrier if writeback else engine.order.settle
+    enter(f"gathered(writeback={writeback}, states={states})")
+    engine.order.buffers.settle()
+    number = engine.order.next_number()
+    for unit in engine.units:
+        if not unit.spec.is_whole:
+            unit.start_gather(engine.comm, number, "gathered()", kind="state")
+            unit.wait()
+    return [WholeStates(engine, optimizer, parameters) for optimizer in optimizers if states]
 
 
 def _tell_kept(engine: Engine) -> None:
