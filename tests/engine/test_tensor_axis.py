@@ -667,21 +667,6 @@ def test_plain_values_for_a_split_parameter_are_refused() -> None:
     run_ranks(plain_values, WORLD, 2, timeout_s=TIMEOUT_S)
 
 
-def checkpoint(folder: str) -> None:
-    model, mesh = parallel()
-    zero = zs.shard(
-        model, torch.optim.SGD(model.parameters(), lr=0.1), mesh=mesh, settings=zs.Settings(watchdog_s=WATCHDOG_S)
-    )
-    for call in (zero.save, zero.load):
-        with pytest.raises(RuntimeError, match=r"axis 'tensor'.*model.state_dict\(\)"):
-            call(f"{folder}/step-1")
-
-
-def test_checkpoints_are_refused(tmp_path: Any) -> None:
-    run_ranks(checkpoint, WORLD, str(tmp_path), timeout_s=TIMEOUT_S)
-    assert list(tmp_path.iterdir()) == []
-
-
 # -- what does not fit -----------------------------------------------------------------------------------------------
 
 

@@ -26,6 +26,7 @@ import torch
 from zeroshard.checkpoint import files, strict
 from zeroshard.checkpoint.commit import publish, remove_older, write_manifest, write_tensors
 from zeroshard.checkpoint.contents import ADVICE, COMMITTED, LOOK, Plan
+from zeroshard.checkpoint.cuts import RowExchange
 from zeroshard.checkpoint.manifest import FileEntry
 from zeroshard.checkpoint.reader import read_text
 from zeroshard.checkpoint.together import describe
@@ -33,7 +34,6 @@ from zeroshard.checkpoint.values import bytes_of
 from zeroshard.checkpoint.writer import write_file
 from zeroshard.table.errors import CheckpointError
 from zeroshard.watch.process import end_with
-from zeroshard.wire.mesh import Mesh
 
 __all__ = ["BackgroundSave", "Snapshot", "Status"]
 
@@ -52,15 +52,20 @@ class Snapshot:
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
 
-    def take(self, plan: Plan, mesh: Mesh) -> dict[str, memoryview]:
-        """Copy the values that this rank writes; return them by file."""
+    def take(self, plan: Plan, rows: RowExchange) -> dict[str, memoryview]:
+        """Copy the values that this rank writes; return them by file.
+
+        Args:
+            rows: the exchange of this save.
+        """
+        mesh = plan.mesh
         nbytes = sum(map(plan.nbytes_of, plan.files_of(mesh.rank)))
         if self._memory.numel() < nbytes:
             self._memory = _host_memory(nbytes, pinned=mesh.device.type == "cuda")
         end, taken = 0, {}
         for name in plan.files_of(mesh.rank):
             start = end
-            for value in plan.values(name):
+            for value in plan.values(name, rows):
                 self._memory[end : end + value.nbytes].copy_(value.view(torch.uint8))
                 end += value.nbytes
             taken[name] = bytes_of(self._memory[start:end])

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from zeroshard.checkpoint import strict
+from zeroshard.checkpoint.cuts import RowExchange, writers_of
 from zeroshard.checkpoint.described import pack
 from zeroshard.checkpoint.generators import read_generators
 from zeroshard.checkpoint.inventory import Item, aliases_of, generator_items, groups_of, model_items, state_items
@@ -27,6 +28,7 @@ from zeroshard.core.engine import Engine
 from zeroshard.table.errors import CheckpointError
 from zeroshard.update.optimizer import ShardedOptimizer
 from zeroshard.whole.owned import OwnedState
+from zeroshard.wire.mesh import Mesh
 
 __all__ = ["ADVICE", "COMMITTED", "LOOK", "Plan", "agree_on", "make_plan"]
 
@@ -48,7 +50,7 @@ class Plan:
 
     path: Path
     step: int
-    world_size: int
+    mesh: Mesh
     items: tuple[Item, ...]
     aliases: Mapping[str, str]
     extra: bytes
@@ -58,6 +60,11 @@ class Plan:
     def specs(self) -> tuple[Spec, ...]:
         """The tensors, in the manifest's order."""
         return tuple(item.spec for item in self.items)
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks that save."""
+        return self.mesh.world_size
 
     @property
     def nbytes(self) -> int:
@@ -83,20 +90,43 @@ class Plan:
 
     @cached_property
     def _spread(self) -> tuple[dict[tuple[str, int], list[str]], tuple[list[Any], ...]]:
-        items = enumerate(self.items)
-        chunks = ((r, item.spec.name, place, *item.written_by(r)) for place, item in items for r in item.writers())
+        items, writers = enumerate(self.items), writers_of(self.mesh)
+        chunks = (
+            (rank, item.spec.name, place, start, stop)
+            for place, item in items
+            for rank, start, stop in item.chunks(writers)
+        )
         return spread(chunks, [spec.kind for spec in self.specs], self.world_size)
 
     def nbytes_of(self, name: str) -> int:
         """Return the bytes of the values of a file."""
         return int(self.chunks.data_bytes[self.files.index(name)])
 
-    def values(self, name: str) -> Iterator[torch.Tensor]:
-        """Yield the values of the chunks of a file, which must be this rank's, each flat."""
+    def exchange(self, engine: Engine) -> RowExchange:
+        """Return the exchange of rows that must surround the calls of `values`. Every rank must call."""
+        mesh = self.mesh
+        is_writer = any(mesh.rank in ranks for ranks in writers_of(mesh))
+        parts = (item.exchanged(at, mesh.shard_rank) for at, item in enumerate(self.items) if is_writer)
+        return RowExchange(engine, [part for part in parts if part is not None])
+
+    def values(self, name: str, rows: RowExchange) -> Iterator[torch.Tensor]:
+        """Yield the values of the chunks of a file in order, flat and in pieces.
+
+        Args:
+            name: one of this rank's files, in the order of `files_of`.
+            rows: the exchange of this save.
+        """
         chunks, found = self.chunks, self.chunks.of_file(self.files.index(name))
         columns = (column[found].tolist() for column in (chunks.tensor, chunks.start, chunks.stop))
         for tensor, start, stop in zip(*columns, strict=True):
-            yield self.items[tensor].part(start, stop)
+            item = self.items[tensor]
+            if item.cut is None:
+                yield item.part(start, stop)
+            elif item.cut.is_block(start, stop):
+                first = item.cut.local(start)
+                yield item.part(first, first + stop - start)
+            else:
+                yield from rows.rows(tensor, stop - start)
 
 
 def make_plan(
@@ -136,7 +166,7 @@ def make_plan(
     common["optimizers"] = pack(groups_of(optimizers, owned), places)
     items += generator_items(engine, read_generators(engine.mesh.device))
     text = strict.dumps(common, EXTRA)
-    return Plan(path, step, engine.mesh.world_size, tuple(items), aliases_of(engine, model), text, keep)
+    return Plan(path, step, engine.mesh, tuple(items), aliases_of(engine, model), text, keep)
 
 
 def agree_on(engine: Engine, plan: Plan, what: str, options: str) -> None:
@@ -157,21 +187,27 @@ def agree_on(engine: Engine, plan: Plan, what: str, options: str) -> None:
 
 
 def _agree_on_copies(engine: Engine, items: Sequence[Item], what: str) -> None:
-    """Raise if ranks hold different values of the same elements. Collective: an all-gather of 16 bytes."""
-    if engine.mesh.world_size == 1:
+    """Raise if ranks hold different values of the same elements. Collective: an all-gather of 8 or 16 bytes."""
+    mesh = engine.mesh
+    by_axes: dict[tuple[str, ...], list[Item]] = {}
+    for item in items:
+        if item.slot is not None:
+            axes: tuple[str, ...] = ("replicate", "shard") if item.slot.bucket.spec.updates_all else ("replicate",)
+            by_axes.setdefault(axes, []).append(item)
+    kinds = sorted(axes for axes in by_axes if len(mesh.along(*axes)) > 1)
+    if not kinds:
         return
-    slots = [(item, item.slot) for item in items if item.slot is not None]
     # One at a time: packed values are several times as large when unpacked.
-    everywhere = (item.part(*item.held) for item, slot in slots if slot.bucket.spec.updates_all)
-    of_replicas = (item.part(*item.held) for item, slot in slots if not slot.bucket.spec.updates_all)
-    digests = [_digest(everywhere), _digest(of_replicas) if engine.mesh.replicas > 1 else 0]
-    rows = engine.comm.collect(torch.tensor(digests, device=engine.mesh.device), what).tolist()
-    differ = [r for r, row in enumerate(rows) if row != [rows[0][0], rows[r % engine.mesh.shard_size][1]]]
-    if differ:
-        raise CheckpointError(
-            f"{what}: ranks hold different copies of parameters or states, so they have not made the same steps: "
-            f"rank {differ[0]} differs from rank {differ[0] % engine.mesh.shard_size}. {ADVICE}"
-        )
+    digests = [_digest(item.part(*item.held) for item in by_axes[axes]) for axes in kinds]
+    rows = engine.comm.collect(torch.tensor(digests, device=mesh.device), what).tolist()
+    for place, axes in enumerate(kinds):
+        for ranks in mesh.rows(*axes).tolist():
+            differ = [rank for rank in ranks if rows[rank][place] != rows[ranks[0]][place]]
+            if differ:
+                raise CheckpointError(
+                    f"{what}: ranks hold different copies of parameters or states, so they have not made the same "
+                    f"steps: rank {differ[0]} differs from rank {ranks[0]}. {ADVICE}"
+                )
 
 
 def _crc32_of(values: Iterable[object]) -> int:

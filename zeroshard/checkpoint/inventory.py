@@ -5,9 +5,10 @@ Owns the way from the engine's buckets to logical tensors. It must not know file
 
 Note: ranges
     A parameter lies in its bucket in its own order of dimensions, so elements [a, b) of the bucket are elements
-    [a - offset, b - offset) of the tensor in that order. The optimizer's states are cut as the master values are. What
-    every rank has whole (stage 0, buffers) has one writer: of the bucket its shard's owner, of buffers rank 0. States
-    of a parameter that is updated whole are tensors of any shape, and lie wholly on the rank that updates it.
+    [a - offset, b - offset) of the tensor in that order, or of this rank's part if the mesh splits the tensor
+    (`cuts.py`). The optimizer's states are cut as the master values are. What every rank has whole (stage 0, buffers)
+    has one writer: of the bucket its shard's owner, of buffers rank 0. States of a parameter that is updated whole are
+    tensors of any shape, and lie wholly on the rank that updates it.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from zeroshard.checkpoint.cuts import Cut, Part, cut_of
 from zeroshard.checkpoint.manifest import join_state
 from zeroshard.checkpoint.ranges import Spec
 from zeroshard.checkpoint.values import check_key, dtype_name
@@ -39,8 +41,9 @@ class Item:
     Args:
         value: (stop - start of `held`,), this rank's elements; None if it has none. Packed values are unpacked at
             each request for a part.
-        held: the elements of the tensor that `value` is.
+        held: the elements that `value` is, of the tensor, or of this rank's part of it where `cut` is not None.
         slot: the parameter whose bucket decides who writes what; None where `owner` writes the whole.
+        cut: the split of the tensor over the mesh's axis "tensor".
     """
 
     spec: Spec
@@ -48,39 +51,54 @@ class Item:
     held: tuple[int, int]
     slot: Slot | None = None
     owner: int = 0
+    cut: Cut | None = None
 
-    def written_by(self, rank: int) -> tuple[int, int]:
-        """Return the elements that a rank writes, as (start, stop)."""
-        if self.slot is None:
-            return (0, self.spec.numel) if rank == self.owner else (0, 0)
-        layout, index = self.slot.bucket.layout, self.slot.index
-        start, stop = layout.overlap(index, *layout.shard_range(rank))
-        return (start - layout.offsets[index], stop - layout.offsets[index]) if stop > start else (0, 0)
+    def chunks(self, writers: Sequence[Sequence[int]]) -> list[tuple[int, int, int]]:
+        """Return who writes what: a rank and elements of the tensor, in the order of the elements.
 
-    def writers(self) -> range:
-        """Return the ranks that write elements of the tensor, in the order of the elements."""
-        if not self.spec.numel:
-            return range(0)
+        Args:
+            writers: the ranks that write, by their places along "tensor" and along "shard".
+        """
         if self.slot is None:
-            return range(self.owner, self.owner + 1)
+            return [(self.owner, 0, self.spec.numel)] if self.spec.numel else []
         layout, index = self.slot.bucket.layout, self.slot.index
-        last = layout.offsets[index] + layout.numels[index] - 1
-        return range(layout.offsets[index] // layout.shard_numel, last // layout.shard_numel + 1)
+        numel, offset = layout.numels[index], layout.offsets[index]
+        shards = range(offset // layout.shard_numel, (offset + numel - 1) // layout.shard_numel + 1)
+        found: list[tuple[int, int, int]] = []
+        for shard in shards if numel else ():
+            start, stop = (at - offset for at in layout.overlap(index, *layout.shard_range(shard)))
+            parts = [(0, start, stop)] if self.cut is None else self.cut.chunks(start, stop)
+            found += [(writers[place][shard], first, last) for place, first, last in parts]
+        return sorted(found, key=lambda chunk: chunk[1])
 
     def part(self, start: int, stop: int) -> Tensor:
-        """Return elements [start, stop), which this rank must hold, flat."""
+        """Return elements [start, stop), which this rank must hold, flat; of its part where the tensor is split."""
         assert self.value is not None, f"{self.spec.name} is requested from a rank that does not hold it"
         return tensor_of(self.value).detach().reshape(-1)[start - self.held[0] : stop - self.held[0]]
+
+    def exchanged(self, index: int, shard: int) -> Part | None:
+        """Return the part of which ranks along "tensor" exchange whole rows; None if the tensor is not split.
+
+        Args:
+            index: place of the item among all that are saved.
+            shard: place of this rank along "shard".
+        """
+        if self.slot is None or self.cut is None:
+            return None
+        layout, place = self.slot.bucket.layout, self.slot.index
+        start, stop = (at - layout.offsets[place] for at in layout.overlap(place, *layout.shard_range(shard)))
+        return Part(index, self.cut, start, stop, self.spec.dtype, self.part) if start < stop else None
 
 
 def model_items(engine: Engine, model: nn.Module) -> list[Item]:
     """Return parameters (their master values) and persistent buffers."""
     items = []
     for slot in engine.slots.values():
-        bucket = slot.bucket
+        bucket, order = slot.bucket, order_of(slot)
         dtype = dtype_name(bucket.dtypes.master, f"Parameter '{slot.name}'")
-        spec = Spec("model", slot.name, dtype, bucket.places.shapes[slot.index], order_of(slot))
-        items.append(Item(spec, bucket.master(slot.index).detach(), held_range(slot), slot))
+        spec = Spec("model", slot.name, dtype, tuple(slot.shape), order)
+        cut = cut_of(slot, order, engine.mesh)
+        items.append(Item(spec, bucket.master(slot.index).detach(), held_range(slot), slot, cut=cut))
     for name, buffer in _buffers(model):
         spec = Spec("model", name, dtype_name(buffer.dtype, f"Buffer '{name}'"), tuple(buffer.shape))
         items.append(Item(spec, buffer.detach(), (0, buffer.numel())))
@@ -117,8 +135,8 @@ def state_items(
                 check_key(key, f"The state of '{slot.name}' in optimizer {number}")
                 name = join_state(number, key, slot.name)
                 dtype = dtype_name(value.dtype, f"State '{name}'")
-                spec = Spec("state", name, dtype, slot.bucket.places.shapes[slot.index], order_of(slot))
-                items.append(Item(spec, value, held_range(slot), slot))
+                spec = Spec("state", name, dtype, tuple(slot.shape), order := order_of(slot))
+                items.append(Item(spec, value, held_range(slot), slot, cut=cut_of(slot, order, engine.mesh)))
     return items
 
 
@@ -187,7 +205,10 @@ def order_of(slot: Slot) -> tuple[int, ...]:
 
 
 def held_range(slot: Slot) -> tuple[int, int]:
-    """Return the elements of a parameter that this rank updates, as (start, stop), counted in its memory order."""
+    """Return the elements of a parameter, or of this rank's part of it, that this rank updates, as (start, stop).
+
+    Elements are counted in their order in memory.
+    """
     bucket = slot.bucket
     start, stop = bucket.master_range(slot.index)
     offset = bucket.layout.offsets[slot.index]

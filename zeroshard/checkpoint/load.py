@@ -25,6 +25,7 @@ import torch
 from torch import nn
 
 from zeroshard.checkpoint import strict
+from zeroshard.checkpoint.cuts import Cut, cut_of
 from zeroshard.checkpoint.described import MAX_STEPS, unpack
 from zeroshard.checkpoint.fields import shown
 from zeroshard.checkpoint.folders import FolderReader, is_tensor_folder
@@ -44,6 +45,7 @@ from zeroshard.update.optimizer import ShardedOptimizer
 from zeroshard.whole.masters import follow_masters
 from zeroshard.whole.owned import like_parameter
 from zeroshard.wire.comm import unexpanded
+from zeroshard.wire.mesh import Mesh
 
 __all__ = ["Content", "Loaded", "load", "read_content", "to_rows"]
 
@@ -112,14 +114,15 @@ def load(
     with together(engine, f"{what}: verifying {source}", UNCHANGED):
         if content is not None:
             # A rank checks the blocks that it reads, and a share of the blocks that no rank reads.
-            for is_state, name, start, stop in _wanted(items, () if only_model else optimizers, content.reader):
+            trained = () if only_model else optimizers
+            for is_state, name, start, stop in _wanted(items, trained, content.reader, engine.mesh):
                 content.reader.verify_range(name, start, stop, is_state=is_state)
             but = frozenset(["model"] if only_model else ["model", "state"])
             content.reader.verify(engine.mesh.rank, engine.mesh.world_size, but=but)
     with together(engine, f"{what}: reading {source}", MIXED):
         _copy_model(items, reader)
         if rest is not None:
-            _copy_states(optimizers, rest, cast)
+            _copy_states(optimizers, rest, engine.mesh, cast)
             _restore(engine, rest)
     follow_masters(engine)
     return Loaded(0, {}) if content is None else Loaded(content.reader.manifest.step, content.extra)
@@ -186,64 +189,75 @@ def _copy_model(items: Sequence[Item], source: Source) -> None:
     for item in items:
         assert isinstance(item.value, Tensor), f"{item.spec.name} is not on every rank"
         value = item.value if item.value.is_contiguous() else item.value.contiguous()
-        _read(source.specs[item.spec.name], item.spec, item.held, source.fill, value.reshape(-1))
+        _read(source.specs[item.spec.name], item.spec, item.held, item.cut, source.fill, value.reshape(-1))
         if value is not item.value:
             strides = item.value.stride()
             unexpanded(item.value, strides).copy_(unexpanded(value, strides))
 
 
 def _wanted(
-    items: Sequence[Item], optimizers: Sequence[ShardedOptimizer], reader: CheckpointReader
+    items: Sequence[Item], optimizers: Sequence[ShardedOptimizer], reader: CheckpointReader, mesh: Mesh
 ) -> Iterator[tuple[bool, str, int, int]]:
     """Yield the ranges that this rank reads: whether a state, the name, and the elements in the file's order."""
     for item in items:
-        yield False, item.spec.name, *_range_in(reader.specs[item.spec.name], item.spec.order, item.held)
+        yield False, item.spec.name, *_range_in(reader.specs[item.spec.name], item.spec.order, item.held, item.cut)
     slots = _slots_of(optimizers)
     for spec in reader.states.values():
         if spec.kind == "state" and optimizers:
             slot = slots[_owner_of(reader, spec)]
             if slot.updater is None:
-                yield True, spec.name, *_range_in(spec, order_of(slot), held_range(slot))
+                order = order_of(slot)
+                yield True, spec.name, *_range_in(spec, order, held_range(slot), cut_of(slot, order, mesh))
             elif slot.has_whole_states:
                 yield True, spec.name, 0, spec.numel
 
 
-def _range_in(there: Spec, order: tuple[int, ...], held: tuple[int, int]) -> tuple[int, int]:
+def _range_in(there: Spec, order: tuple[int, ...], held: tuple[int, int], cut: Cut | None) -> tuple[int, int]:
     """Return the elements to read, counted as they lie in the file, for those held here in an order of dimensions."""
-    return held if _is_in_order(there, order, held) else (0, there.numel)
+    if not _is_in_order(there, order, held):
+        return 0, there.numel
+    if cut is None or held[0] == held[1]:
+        return held
+    reads = list(cut.reads(*held))
+    return reads[0][2], reads[-1][3]
 
 
 def _is_in_order(there: Spec, order: tuple[int, ...], held: tuple[int, int]) -> bool:
     return there.order == order or held[0] == held[1]
 
 
-def _read(there: Spec, here: Spec, held: tuple[int, int], fill: Fill, target: Tensor) -> None:
+def _read(there: Spec, here: Spec, held: tuple[int, int], cut: Cut | None, fill: Fill, target: Tensor) -> None:
     """Read elements of a tensor, as they are counted here, into `target`, (stop - start,).
 
     Where they cannot go there as the file has them, one tensor is in memory besides.
     """
     dtype = dtype_of(there.dtype)
-    start, stop = _range_in(there, here.order, held)
-    is_ordered = _is_in_order(there, here.order, held)
     is_here = target.device.type == "cpu" and not is_stored(target)
-    if is_ordered and target.dtype == dtype and is_here and target.is_contiguous():
-        fill(there.name, start, bytes_of(target))
-        return
-    if is_ordered and not is_here:
+    if not _is_in_order(there, here.order, held):
+        values = torch.empty(there.numel, dtype=dtype, device="cpu")
+        fill(there.name, 0, bytes_of(values))
+        rows = to_rows(values, there)
+        ordered = rows.permute(here.order) if here.order else rows
+        part = ordered.reshape(-1) if cut is None else cut.part(ordered)
+        with torch.no_grad():
+            target.copy_(part[held[0] : held[1]])
+    elif cut is not None:
+        for start, stop, first, last in cut.reads(*held):
+            values = torch.empty(last - first, dtype=dtype, device="cpu")
+            fill(there.name, first, bytes_of(values))
+            with torch.no_grad():
+                target[start - held[0] : stop - held[0]].copy_(cut.pick(values, first, start, stop))
+    elif target.dtype == dtype and is_here and target.is_contiguous():
+        fill(there.name, held[0], bytes_of(target))
+    else:
         # In pieces: not even one tensor need fit into memory.
+        start = held[0]
         for piece in target.split(PIECE_NUMEL):
             values = torch.empty(piece.numel(), dtype=dtype, device="cpu")
             fill(there.name, start, bytes_of(values))
-            piece.copy_(values)
+            with torch.no_grad():
+                piece.copy_(values)
             start += piece.numel()
-        return
-    values = torch.empty(stop - start, dtype=dtype, device="cpu")
-    fill(there.name, start, bytes_of(values))
-    if not is_ordered:
-        rows = to_rows(values, there)
-        values = (rows.permute(here.order) if here.order else rows).reshape(-1)[held[0] : held[1]]
-    with torch.no_grad():
-        target.copy_(values)
 
 
 def to_rows(values: Tensor, spec: Spec) -> Tensor:
@@ -310,7 +324,7 @@ def _check_states(optimizers: Sequence[ShardedOptimizer], content: Content) -> N
             continue
         name = _owner_of(reader, spec)
         is_cut = name in listed and slots[name].updater is None
-        if name not in listed or (is_cut and spec.shape != slots[name].bucket.places.shapes[slots[name].index]):
+        if name not in listed or (is_cut and spec.shape != tuple(slots[name].shape)):
             raise CheckpointError(
                 f"{reader.path}: the state '{spec.name}' {spec.shape} matches no parameter of the model."
             )
@@ -330,7 +344,7 @@ def _owner_of(reader: CheckpointReader, state: Spec) -> str:
     return f"{number}/{name}"
 
 
-def _copy_states(optimizers: Sequence[ShardedOptimizer], content: Content, cast: bool) -> None:
+def _copy_states(optimizers: Sequence[ShardedOptimizer], content: Content, mesh: Mesh, cast: bool) -> None:
     """Read this rank's part of every state; where there is a tensor for it already, into that."""
     keys: dict[tuple[int, str], list[tuple[Any, str]]] = defaultdict(list)
     for spec in content.reader.states.values():
@@ -350,21 +364,23 @@ def _copy_states(optimizers: Sequence[ShardedOptimizer], content: Content, cast:
                     parts = parts_of(one.optimizer, before)
                     for key, name in keys[place, slot.name]:
                         there = None if key in parts else before.get(key)
-                        state[key] = _read_state(content.reader, name, master, key, there, cast)
+                        state[key] = _read_state(content.reader, name, master, key, there, mesh, cast)
                     one.optimizer.state[master] = pack(one.optimizer, state)
 
 
-def _read_state(reader: CheckpointReader, name: str, master: Tensor, key: Any, before: Any, cast: bool) -> Tensor:
+def _read_state(
+    reader: CheckpointReader, name: str, master: Tensor, key: Any, before: Any, mesh: Mesh, cast: bool
+) -> Tensor:
     slot, there = slot_of(master), reader.states[name]
     if slot.updater is not None:
         values = torch.empty(there.numel, dtype=dtype_of(there.dtype), device="cpu")
         reader.fill_state(name, 0, bytes_of(values))
         return like_parameter(slot, to_rows(values, there).to(master.device))
-    here = Spec(there.kind, name, there.dtype, there.shape, order_of(slot))
+    here = Spec(there.kind, name, there.dtype, there.shape, order := order_of(slot))
     dtype = dtype_of(there.dtype)
     can_stay = isinstance(before, Tensor) and before.shape == master.shape and (before.dtype == dtype or cast)
     state: Tensor = before if can_stay else slot.bucket.room(slot.index, key, dtype)
-    _read(there, here, held_range(slot), reader.fill_state, state)
+    _read(there, here, held_range(slot), cut_of(slot, order, mesh), reader.fill_state, state)
     return state
 
 

@@ -109,9 +109,9 @@ class Saver:
     def _write(self, plan: Plan, folder: Path, what: str) -> None:
         engine, rank = self._engine, self._engine.mesh.rank
         entries = {}
-        with together(engine, f"{what}: writing tensors", ADVICE):
+        with together(engine, f"{what}: writing tensors", ADVICE), plan.exchange(engine) as rows:
             for name in plan.files_of(rank):
-                pieces = (piece for value in plan.values(name) for piece in value.split(PIECE_NUMEL))
+                pieces = (piece for value in plan.values(name, rows) for piece in value.split(PIECE_NUMEL))
                 parts = map(bytes_of, pieces)
                 entries[name] = write_tensors(plan, folder, name, parts)
         written = _exchange(engine, plan, entries)
@@ -130,8 +130,8 @@ class Saver:
 
     def _start(self, plan: Plan, folder: Path, what: str) -> None:
         mesh = self._engine.mesh
-        with together(self._engine, f"{what}: copying to host memory", ADVICE):
-            taken = self._snapshot.take(plan, mesh)
+        with together(self._engine, f"{what}: copying to host memory", ADVICE), plan.exchange(self._engine) as rows:
+            taken = self._snapshot.take(plan, rows)
         watchdog = self._engine.comm.watchdog
         self._under_way = BackgroundSave(
             plan, folder, mesh.rank, taken, watchdog.is_alive if watchdog is not None else lambda rank: True

@@ -19,14 +19,8 @@ def begin(engine: Engine, what: str) -> None:
     Collective: a barrier; every rank must call.
 
     Raises:
-        RuntimeError: called inside a pass or `gathered()`, or the mesh has an axis "tensor".
+        RuntimeError: called inside a pass or `gathered()`.
     """
-    if len(engine.mesh.tensor_ranks) > 1:
-        raise RuntimeError(
-            f"{engine.mesh} {what}: a checkpoint holds whole tensors, and is not written or read yet where the mesh "
-            "has an axis 'tensor'. Under `with zero.gathered(states=True):` model.state_dict() and "
-            "optimizer.state_dict() hold DTensors, which torch.distributed.checkpoint saves."
-        )
     engine.leave_passes(what)
     if engine.gathered is not None:
         raise RuntimeError(f"{engine.mesh} {what} under gathered(): leave the context first.")

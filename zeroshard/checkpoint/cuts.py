@@ -1,0 +1,220 @@
+"""Parameters that are split over the mesh's axis "tensor": where this rank's elements lie in the whole tensor.
+
+Owns that arithmetic, and the exchange of whole rows before they are written. It must not know files or optimizers.
+
+Note: rows
+    A tensor that is split along a dimension is a list of rows, one for each index of the dimensions before it. A row
+    has one block of each rank along "tensor". A rank holds a range of its own blocks, so its elements are scattered
+    over the whole tensor in as many pieces as rows. Written like that, a checkpoint would have an entry for each row.
+    Ranks along "tensor" therefore exchange the rows of which they hold each block, and each writes an equal share of
+    whole rows. The incomplete rows at both ends of a range, and tensors of a single row, are written without an
+    exchange.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final, final
+
+import torch
+
+from zeroshard.checkpoint.values import PIECE_NUMEL, dtype_of
+from zeroshard.core.engine import Engine
+from zeroshard.core.slot import Slot
+from zeroshard.wire.comm import Tag
+from zeroshard.wire.mesh import Mesh
+
+__all__ = ["Cut", "Part", "RowExchange", "cut_of", "writers_of"]
+
+Tensor = torch.Tensor
+WHAT: Final = "the rows of split parameters"
+
+
+@final
+@dataclass(frozen=True)
+class Cut:
+    """The split of one tensor over `count` ranks, in the order in which its elements lie in memory.
+
+    Args:
+        rows: number of rows.
+        block: number of elements that each rank has of a row.
+        place: place of this rank among them.
+    """
+
+    rows: int
+    block: int
+    count: int
+    place: int
+
+    @property
+    def row_numel(self) -> int:
+        """Number of elements of a whole row."""
+        return self.block * self.count
+
+    def whole_rows(self, start: int, stop: int) -> range:
+        """Return the rows whose blocks elements [start, stop) of each rank's part contain, to be exchanged."""
+        first, last = -(-start // self.block), stop // self.block
+        return range(first, last if self.rows > 1 else first)
+
+    def chunks(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+        """Yield who writes what of elements [start, stop) of each rank's part: a place, and elements of the tensor."""
+        whole = self.whole_rows(start, stop)
+        if not whole:
+            yield from self._pieces(start, stop)
+            return
+        yield from self._pieces(start, whole.start * self.block)
+        for place in range(self.count):
+            own = self.share(whole, place)
+            if own:
+                yield place, own.start * self.row_numel, own.stop * self.row_numel
+        yield from self._pieces(whole.stop * self.block, stop)
+
+    def share(self, whole: range, place: int) -> range:
+        """Return the rows that a rank writes."""
+        return whole[place * len(whole) // self.count : (place + 1) * len(whole) // self.count]
+
+    def _pieces(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+        while start < stop:
+            row = start // self.block
+            end = min(stop, (row + 1) * self.block)
+            for place in range(self.count):
+                moved = row * self.row_numel + place * self.block - row * self.block
+                yield place, start + moved, end + moved
+            start = end
+
+    def is_block(self, start: int, stop: int) -> bool:
+        """Return whether a chunk [start, stop) is a block of this rank or a part of one, and not whole rows."""
+        return stop - start <= self.block
+
+    def local(self, element: int) -> int:
+        """Return the element of this rank's part that is an element of the tensor."""
+        row, column = divmod(element, self.row_numel)
+        return row * self.block + column - self.place * self.block
+
+    def reads(self, start: int, stop: int) -> Iterator[tuple[int, int, int, int]]:
+        """Yield how to read elements [start, stop) of this rank's part: some of them, and elements of the tensor.
+
+        The elements of the tensor are either exactly those, or whole rows that contain them; at most a million of
+        whole rows at a time.
+        """
+        at_once = PIECE_NUMEL // self.row_numel
+        while start < stop:
+            row = start // self.block
+            if self.rows == 1 or not at_once:
+                end = min(stop, (row + 1) * self.block)
+                moved = row * (self.row_numel - self.block) + self.place * self.block
+                yield start, end, start + moved, end + moved
+            else:
+                end = min(stop, (row + at_once) * self.block)
+                yield start, end, row * self.row_numel, -(-end // self.block) * self.row_numel
+            start = end
+
+    def pick(self, values: Tensor, first: int, start: int, stop: int) -> Tensor:
+        """Return elements [start, stop) of this rank's part from what `reads` asked for.
+
+        Args:
+            first: the element of the tensor at which `values` begins.
+        """
+        if values.numel() == stop - start:
+            return values
+        rows = values.view(-1, self.count, self.block)[:, self.place].reshape(-1)
+        before = first // self.row_numel * self.block
+        return rows[start - before : stop - before]
+
+    def part(self, whole: Tensor) -> Tensor:
+        """Return this rank's part of the whole tensor, flat, whose elements lie in the order of the split."""
+        return whole.reshape(self.rows, self.count, self.block)[:, self.place].reshape(-1)
+
+
+def cut_of(slot: Slot, order: tuple[int, ...], mesh: Mesh) -> Cut | None:
+    """Return how a parameter is split over the axis "tensor"; None if each rank has the whole.
+
+    Args:
+        order: dimensions from the slowest to the fastest in memory; empty for row-major.
+    """
+    whole, local = tuple(slot.shape), slot.bucket.places.shapes[slot.index]
+    dims = order or range(len(whole))
+    split = next((at for at, dim in enumerate(dims) if whole[dim] != local[dim]), None)
+    if split is None:
+        return None
+    sizes, parts = [whole[dim] for dim in dims], [local[dim] for dim in dims]
+    ranks = mesh.tensor_ranks
+    return Cut(math.prod(sizes[:split]), math.prod(parts[split:]), len(ranks), ranks.index(mesh.rank))
+
+
+def writers_of(mesh: Mesh) -> list[tuple[int, ...]]:
+    """Return the ranks that write, those of the first replica, by their places along "tensor" and along "shard"."""
+    by_shard = mesh.rows("shard").tolist()
+    return [next(tuple(row) for row in by_shard if rank in row) for rank in mesh.rows("tensor")[0].tolist()]
+
+
+@final
+@dataclass(frozen=True)
+class Part:
+    """This rank's elements [start, stop) of a tensor that is split, of which whole rows are exchanged.
+
+    Args:
+        index: place of the tensor among all that are saved.
+        values: returns elements [start, stop), flat, which may lie in a file.
+        dtype: their safetensors name.
+    """
+
+    index: int
+    cut: Cut
+    start: int
+    stop: int
+    dtype: str
+    values: Callable[[int, int], Tensor]
+
+
+@final
+class RowExchange:
+    """The exchange of whole rows of all split tensors of a save, a piece at a time.
+
+    Every rank along "tensor" makes all exchanges in the same order, whatever it writes of them, and also if it failed:
+    the others wait for it. Use as a context manager around the writing.
+
+    Collective: all-gathers along "tensor" of the elements of whole rows; the ranks along the axis must use the same
+        parts.
+    """
+
+    def __init__(self, engine: Engine, parts: Sequence[Part]) -> None:
+        self._engine = engine
+        self._failure: Exception | None = None
+        # Also on a rank that exchanges nothing: ranks count alike.
+        self._number = engine.order.next_number()
+        self._pieces = self._exchange(parts)
+
+    def __enter__(self) -> "RowExchange":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        for _ in self._pieces:
+            pass
+        if kind is None and self._failure is not None:
+            raise self._failure
+
+    def rows(self, index: int, numel: int) -> Iterator[Tensor]:
+        """Yield the whole rows of a tensor that this rank writes, flat, in pieces of `numel` elements together."""
+        while numel:
+            place, piece = next(self._pieces)
+            if place == index and piece.numel():
+                numel -= piece.numel()
+                yield piece
+
+    def _exchange(self, parts: Sequence[Part]) -> Iterator[tuple[int, Tensor]]:
+        comm, device, turn = self._engine.comm, self._engine.mesh.device, 0
+        for part in parts:
+            cut, whole = part.cut, part.cut.whole_rows(part.start, part.stop)
+            own, at_once = cut.share(whole, cut.place), max(1, PIECE_NUMEL // cut.row_numel)
+            for first in range(whole.start, whole.stop, at_once):
+                last = min(first + at_once, whole.stop)
+                full = torch.zeros((cut.count, last - first, cut.block), dtype=dtype_of(part.dtype), device=device)
+                try:
+                    full[cut.place] = part.values(first * cut.block, last * cut.block).view(-1, cut.block)
+                except Exception as error:  # any error: the other ranks wait for this rank's rows
+                    self._failure = self._failure or error
+                comm.gather(full.view(-1), Tag(self._number, turn % Tag.BUCKETS, WHAT), "state", "tensor").wait()
+                turn += 1
+                mine = slice(max(own.start, first) - first, max(min(own.stop, last), first) - first)
+                yield part.index, full[:, mine].transpose(0, 1).reshape(-1)
