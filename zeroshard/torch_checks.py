@@ -337,10 +337,10 @@ def _tests_groups() -> tuple[Any, Any]:
     c10d = dist.distributed_c10d
     made = [*inspect.signature(c10d._new_process_group_helper).parameters]
     first = ["group_size", "group_rank", "global_ranks_in_group", "backend", "store", "group_name"]
-    expected = first, True, ["tag", "ranks"], True
+    expected = first, True, ["tag", "ranks"], True, True
     named = {"timeout", "pg_tag", "device_id"} <= {*made}
     sought = [*inspect.signature(c10d._find_pg_by_ranks_and_tag).parameters]
-    return (made[:6], named, sought, hasattr(c10d._world, "pg_group_ranks")), expected
+    return (made[:6], named, sought, hasattr(c10d._world, "pg_group_ranks"), hasattr(c10d._world, "pg_map")), expected
 
 
 def _tests_steps() -> tuple[Any, Any]:

@@ -12,7 +12,12 @@ from typing import Any, cast
 
 import torch.distributed as dist
 
-__all__ = ["default_store", "emulated_group", "named_group", "own_client_of", "premultiplied_sum"]
+__all__ = ["all_groups", "default_store", "emulated_group", "named_group", "own_client_of", "premultiplied_sum"]
+
+
+def all_groups() -> list[dist.ProcessGroup]:
+    """Return the process groups of this process, those of user code included."""
+    return [*dist.distributed_c10d._world.pg_map]
 
 
 def default_store() -> dist.Store:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from zeroshard import devices
 from zeroshard.table.errors import RankMismatchError
-from zeroshard.torch_groups import default_store, named_group, own_client_of
+from zeroshard.torch_groups import all_groups, default_store, named_group, own_client_of
 from zeroshard.watch.process import is_child_of, keep_for_good, tell_forks
 from zeroshard.watch.watchdog import Watchdog
 from zeroshard.wire.board import Meeting
@@ -81,8 +81,8 @@ class Links:
         self._leave()
 
     def after_fork(self) -> None:
-        """Disable communication in a forked child, and keep the process groups, which the parent owns."""
-        keep_for_good(dist.group.WORLD, default_store(), *self.groups.values())
+        """Disable communication in a forked child, and keep all process groups, which the parent owns."""
+        keep_for_good(default_store(), *all_groups())
         for name in ("start", "wait", "wait_on_stream"):
             setattr(self, name, self._refuse)
 
