@@ -40,7 +40,7 @@ from benchmarks.report import aligned, gpu_table, optimizer_table
 from zeroshard.handle import shard_over
 from zeroshard.setup.request import Request
 from zeroshard.table.trace import Ledger
-from zeroshard.torch_private import emulated_group
+from zeroshard.torch_groups import emulated_group
 from zeroshard.wire.nccl import NcclComm
 from zeroshard.wire.transports import make_comm
 

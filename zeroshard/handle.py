@@ -38,14 +38,14 @@ from zeroshard.describe.optimizers import Optimizers, check_entries, optimizers_
 from zeroshard.describe.parameters import ParametersLike
 from zeroshard.describe.precision import PrecisionLike
 from zeroshard.describe.treatments import ActivationsLike
-from zeroshard.join.start import accepted_by_all, everybody_at
+from zeroshard.join.start import accepted_by_all, everybody_at, told_to_others
 from zeroshard.optim.admission import check_optimizers
 from zeroshard.optim.keeps import kept_by
 from zeroshard.report.profile import Profile
 from zeroshard.setup.automatic import free_bytes
-from zeroshard.setup.equal import check_equal, facts_of, facts_of_optimizer, tell_refusal
+from zeroshard.setup.equal import check_equal, check_mesh, facts_of, facts_of_optimizer, tell_refusal
 from zeroshard.setup.memories import check_updates, make_stores, reserve, source_of
-from zeroshard.setup.request import Described, Request, describe, place_of
+from zeroshard.setup.request import Described, Request, describe, domain_of, place_of
 from zeroshard.setup.takeover import axis_of, build, move_states
 from zeroshard.setup.wiring import wire
 from zeroshard.store.stores import Stores
@@ -127,7 +127,7 @@ def shard(
     weights: str | Path | InitFn | None = None,
     settings: Settings = Settings(),  # noqa: B008 (frozen)
 ) -> "Zero":
-    """Shard a model and its optimizers in place over all ranks; the training loop does not change.
+    """Shard a model and its optimizers in place over all ranks, or those of a mesh; the training loop does not change.
 
     Every rank receives the parameters and buffers of rank 0. The model, its parameters and the optimizer remain the
     same objects.
@@ -160,10 +160,11 @@ def shard(
         units: the modules whose parameters are gathered and reduced together: modules, classes or class names. By
             default, the blocks in (nested) lists, sequences and dictionaries of modules; small blocks are joined.
         mesh: the number of replicas of the sharded state, each over world_size / mesh neighbouring ranks: it saves less
-            memory, and keeps most messages among neighbours, such as the ranks of one host. Or a DeviceMesh of all
-            ranks with axes named "replicate", "shard" and "tensor": state is sharded over "shard", and
+            memory, and keeps most messages among neighbours, such as the ranks of one host. Or a DeviceMesh with axes
+            named "replicate", "shard" and "tensor": state is sharded over "shard", and
             `parallelize_module(model, mesh["tensor"], plan)` has split parameters over "tensor". Ranks along "tensor"
-            train on the same data, ranks along the other axes on different data.
+            train on the same data, ranks along the other axes on different data. The mesh may be a part of the
+            launch, in any order; the other ranks do not call, and rank 0 is then its first rank (docs/meshes.md).
         reduction: how gradients are reduced over ranks: "mean", as in data parallelism, "sum", for losses weighted by
             tokens, or a divisor of the sum.
         weights: the source of values for a model on the meta device: a function that initializes the tensors of one
@@ -180,7 +181,7 @@ def shard(
         RankMismatchError: ranks differ in model, options or versions, or another rank rejected its arguments.
         RuntimeError: torchrun started several ranks, and `zs.init()` was not called.
 
-    Collective: broadcast of all parameters and buffers from rank 0; every rank must call.
+    Collective: broadcast of all parameters and buffers from rank 0; every rank of the mesh must call.
     Source: Rajbhandari et al. 2020, section 5.
 
     ```python
@@ -224,11 +225,14 @@ def shard_over(asked: Request, joined: Mesh, make_comm: MakeComm) -> "Zero":
     Collective: as `shard()`.
     """
     settings, ledger = asked.settings if isinstance(asked.settings, Settings) else Settings(), Ledger()
-    with everybody_at("zs.shard()", joined, settings.watchdog_s, settings.heartbeat_s):
+    with told_to_others(joined):
+        domain = domain_of(joined, asked.mesh)
+    with everybody_at("zs.shard()", domain, settings.watchdog_s, settings.heartbeat_s):
         # A collective: every rank calls it, whatever its arguments.
-        room_bytes = free_bytes(joined, settings, asked.model)
-        with accepted_by_all(joined, "zs.shard()"):
-            described = describe(dataclasses.replace(asked, room_bytes=room_bytes), joined, _forms_of)
+        room_bytes = free_bytes(domain, settings, asked.model)
+        with accepted_by_all(domain, "zs.shard()"):
+            described = describe(dataclasses.replace(asked, room_bytes=room_bytes), domain, _forms_of)
+        check_mesh(described.mesh)
         comm = make_comm(described.mesh, settings, ledger)
     check_equal(described.mesh, comm, facts_of(described, VERSION))
     check_torch()

@@ -13,6 +13,7 @@ Note: effects of a change in torch
 """
 
 import functools
+import inspect
 import math
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
+from zeroshard.torch_groups import own_client_of, premultiplied_sum
 from zeroshard.torch_private import (
     SCALER_CHECK,
     DispatchMode,
@@ -52,8 +54,6 @@ from zeroshard.torch_private import (
     muon_step,
     next_node_number,
     note_visit,
-    own_client_of,
-    premultiplied_sum,
     running_node_number,
     saved_by,
     set_slot,
@@ -331,6 +331,18 @@ def _tests_distributed() -> tuple[Any, Any]:
     return (store.get("key"), premultiplied_sum(0.5) == dist.ReduceOp.PREMUL_SUM), (b"value", True)
 
 
+def _tests_groups() -> tuple[Any, Any]:
+    if not dist.is_available():
+        return (), ()
+    c10d = dist.distributed_c10d
+    made = [*inspect.signature(c10d._new_process_group_helper).parameters]
+    first = ["group_size", "group_rank", "global_ranks_in_group", "backend", "store", "group_name"]
+    expected = first, True, ["tag", "ranks"], True, True
+    named = {"timeout", "pg_tag", "device_id"} <= {*made}
+    sought = [*inspect.signature(c10d._find_pg_by_ranks_and_tag).parameters]
+    return (made[:6], named, sought, hasattr(c10d._world, "pg_group_ranks"), hasattr(c10d._world, "pg_map")), expected
+
+
 def _tests_steps() -> tuple[Any, Any]:
     weight, calls = torch.nn.Parameter(_ones(2)), list[str]()
 
@@ -430,6 +442,7 @@ _TESTS: Final = (
     ("torch._foreach_norm, or the types that functions on lists accept", _tests_foreach),
     ("the update functions of torch.optim.Muon or torch.optim.Adafactor", _tests_optimizers),
     ("Store.clone, or torch.distributed._make_nccl_premul_sum", _tests_distributed),
+    ("how torch.distributed makes and finds process groups", _tests_groups),
     ("the test for operations of a device", _tests_kernels),
     ("the wrapper of torch.optim.Optimizer around `step`, or its hooks", _tests_steps),
 )

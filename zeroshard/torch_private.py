@@ -1,7 +1,7 @@
 """torch's private names, each wrapped by a name of this module.
 
-Owns every use of private names in the package. It must not know parameters, passes or transports. `torch_checks.py`
-tests the expected behavior of each.
+Owns every use of private names in the package but those of process groups (`torch_groups.py`). It must not know
+parameters, passes or transports. `torch_checks.py` tests the expected behavior of each.
 """
 
 import functools
@@ -15,7 +15,6 @@ from types import CellType, FrameType
 from typing import Any, Final, cast, final
 
 import torch
-import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode  # sees each operation below autograd
 
@@ -39,9 +38,7 @@ __all__ = [
     "captured_by_checkpoint",
     "changed",
     "count_users",
-    "default_store",
     "edge_of",
-    "emulated_group",
     "fake_errors",
     "fake_tensors",
     "foreach_copy_",
@@ -69,8 +66,6 @@ __all__ = [
     "next_node_number",
     "nodes_before",
     "note_visit",
-    "own_client_of",
-    "premultiplied_sum",
     "profiled",
     "raw_data",
     "raw_local",
@@ -332,25 +327,6 @@ def while_inferring(context: AbstractContextManager[Any]) -> Iterator[None]:
         ShardingPropagator._fake_mode_lock = before
 
 
-@contextmanager
-def emulated_group(ranks: int) -> Iterator[None]:
-    """Create a default process group with this process as rank 0; its collectives communicate nothing."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    class Present(FakeStore):
-        """A store in which all ranks are present."""
-
-        def add(self, key: str, amount: int) -> int:
-            return 0
-
-    store = Present()  # torch keeps only the C++ part alive
-    dist.init_process_group("fake", store=store, rank=0, world_size=ranks)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
 def raw_local(tensor: Tensor) -> Tensor:
     """Return the local tensor of a DTensor, also if a subclass overrides the attribute."""
     from torch.distributed.tensor import DTensor  # half a second to import
@@ -362,22 +338,6 @@ def raw_local(tensor: Tensor) -> Tensor:
 def set_local(tensor: Any, local: Tensor, like: Any) -> None:
     """Make `local` the local tensor of a DTensor, with the dtype and placement of the DTensor `like`."""
     tensor._local_tensor, tensor._spec = local, like._spec
-
-
-def default_store() -> dist.Store:
-    """Return the store of the default process group, which works even if the group hangs."""
-    return dist.distributed_c10d._get_default_store()
-
-
-def own_client_of(store: dist.Store) -> dist.Store:
-    """Return a client of the same store with its own connection; the same client if torch cannot clone it."""
-    clone = getattr(store, "clone", None)
-    return store if clone is None else clone()
-
-
-def premultiplied_sum(factor: float) -> Any:
-    """Return the NCCL reduction that multiplies each rank's elements by a factor and sums them."""
-    return dist._make_nccl_premul_sum(factor)
 
 
 def accept_in_foreach(*classes: type) -> None:

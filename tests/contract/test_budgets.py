@@ -25,6 +25,7 @@ ADDED = {
     "batch norm under treatments of activations": 16,
     "what random programs of more features found": 10,
     "a backward after gathered() is refused": 16,
+    "meshes that are a part of the launch (issue 28)": 104,
 }
 """Lines of the engine that features have added since the budgets were set."""
 MOVED = {

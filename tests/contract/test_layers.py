@@ -19,6 +19,7 @@ LAYERS = (
     "peers",
     "callers",
     "torch_private",
+    "torch_groups",
     "torch_checks",
     "devices",
     "watch",
@@ -52,7 +53,18 @@ LAYERS = (
 # engine is built from, and traces with torch's fake tensors, whose activations it treats as the engine does.
 # The evidence plays the planner, and has no model of a step of its own.
 EVIDENCE_READS = ("table", "plan", "evidence")
-PLAN_READS = ("table", "tree", "torch_checks", "torch_private", "describe", "optim", "store", "activations", "plan")
+PLAN_READS = (
+    "table",
+    "tree",
+    "torch_checks",
+    "torch_groups",
+    "torch_private",
+    "describe",
+    "optim",
+    "store",
+    "activations",
+    "plan",
+)
 # Optimizers are torch's, and work without the engine; the costs that owners are balanced by are the table's.
 OPTIM_READS = ("table", "torch_private", "optim")
 # The product does not use its test helper.

@@ -328,7 +328,7 @@ RULES: dict[Rule, frozenset[str]] = {
             "zeroshard.testing",
         ]
     ),
-    torch_private: frozenset(["zeroshard.torch_private"]),
+    torch_private: frozenset(["zeroshard.torch_groups", "zeroshard.torch_private"]),
     environment: frozenset(["zeroshard.wire.mesh", "zeroshard.train.launch", "zeroshard.testing"]),
     printing: frozenset(["zeroshard.cli", "zeroshard.terminal"]),
     stage_numbers: frozenset(["zeroshard.table.stages"]),

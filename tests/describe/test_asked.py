@@ -237,8 +237,6 @@ def test_axes_are_the_same() -> None:
     [
         (("data",), [[0]], "axes named replicate, shard, tensor, pipe; got"),
         (None, [[0]], "got no names"),
-        (("shard",), [1], "must hold all 1 ranks of the run in order"),
-        (("pipe",), [0, 1], "must hold all 1 ranks of the run in order"),
     ],
 )
 def test_a_mesh_of_torch_is_refused_alike(names: Any, ranks: Any, said: str) -> None:
@@ -246,6 +244,17 @@ def test_a_mesh_of_torch_is_refused_alike(names: Any, ranks: Any, said: str) -> 
     refused = refusal_of(lambda: shard(mesh=mesh))
     assert said in refused[1]
     assert refusal_of(lambda: plan(mesh=mesh)) == refusal_of(lambda: plan_shape(mesh=mesh)) == refused
+
+
+def test_a_mesh_has_ranks_that_are_there_and_a_plan_as_many() -> None:
+    mesh = SimpleNamespace(mesh_dim_names=("shard",), mesh=torch.tensor([4, 6]))
+    with pytest.raises(ValueError, match=r"mesh= has rank 4, and the process group has the ranks 0 to 0"):
+        shard(mesh=mesh)
+    # A plan is of any ranks.
+    assert resolve(Asked(mesh=mesh), 2).axes == (("shard", 2),)
+    refused = refusal_of(lambda: plan(mesh=mesh))
+    assert refused == refusal_of(lambda: plan_shape(mesh=mesh))
+    assert "must have as many ranks as the run, 1; got axes ('shard',) of sizes (2,), 2 ranks" in refused[1]
 
 
 def test_pipelines_and_two_numbers_of_tensor_ranks_are_refused() -> None:

@@ -20,7 +20,7 @@ from zeroshard.handle import shard_over
 from zeroshard.setup.request import Request
 from zeroshard.table.trace import Ledger
 from zeroshard.table.wires import Native
-from zeroshard.torch_private import emulated_group
+from zeroshard.torch_groups import emulated_group
 from zeroshard.wire.codec import Codec
 from zeroshard.wire.comm import Channel, Comm, Pending, Tag, Vote
 from zeroshard.wire.mesh import Axis

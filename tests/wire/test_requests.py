@@ -82,7 +82,7 @@ class Ranks:
         self._due: list[tuple[float, int, bool]] = []
         for rank in range(world):
             now = ("in user code since", "a step", 0.0)
-            status = watchdog._Status(self.store, rank, world, 600.0, heartbeat_s, now, clock=self.clock)  # type: ignore[arg-type]
+            status = watchdog._Status(self.store, rank, range(world), "", 600.0, heartbeat_s, now, clock=self.clock)  # type: ignore[arg-type]
             status.pages = Pages(pages, rank, self.hosts)  # type: ignore[assignment]
             status.pages.write(status.page("start"))
             self.statuses.append(status)

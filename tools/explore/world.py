@@ -305,6 +305,9 @@ class _Mesh:
         self.rank, self.world_size, self.data_ranks = rank, world_size, tuple(range(world_size))
         self.device = None
 
+    def lines(self, texts: Sequence[str]) -> str:
+        return "\n".join(f"  rank {rank}: {text}" for rank, text in enumerate(texts) if text)
+
     def __str__(self) -> str:
         return f"[rank {self.rank}/{self.world_size}]"
 

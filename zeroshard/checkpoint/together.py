@@ -46,7 +46,8 @@ def together(engine: Engine, what: str, advice: str) -> Iterator[None]:
         texts = engine.comm.texts(describe(failure), f"the error in {what}")
         failed = [rank for rank, text in enumerate(texts) if text]
         more = f" (and on {len(failed) - 1} more)" if len(failed) > 1 else ""
-        raise CheckpointError(f"{what} failed on rank {failed[0]}{more}: {texts[failed[0]]} {advice}") from failure
+        first = engine.mesh.numbers[failed[0]]
+        raise CheckpointError(f"{what} failed on rank {first}{more}: {texts[failed[0]]} {advice}") from failure
 
 
 def describe(failure: Exception | None) -> str:

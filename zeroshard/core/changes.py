@@ -106,11 +106,10 @@ def check_equal(changes: Sequence[Changes], comm: Comm, what: str) -> None:
     if comm.agree([int(len(set(rows[list(comm.mesh.data_ranks), 0].tolist())) == 1)], what)[0]:
         return
     names = comm.texts(", ".join(name for change in changes for name in change.names), what)
-    raise RankMismatchError(f"{comm.mesh} {_describe(names)}")
+    raise RankMismatchError(f"{comm.mesh} {_describe(comm.mesh.lines([name or '(nothing)' for name in names]))}")
 
 
-def _describe(names: Sequence[str]) -> str:
-    lines = "\n".join(f"  rank {rank}: {text or '(nothing)'}" for rank, text in enumerate(names))
+def _describe(lines: str) -> str:
     return (
         f"Parameters were changed in place, outside the optimizer, and not to the same values on all ranks:\n{lines}\n"
         "Sharded parameters lost the change; parameters that are not sharded now differ between ranks. Make the same "

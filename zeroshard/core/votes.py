@@ -139,8 +139,7 @@ class Votes:
     def _told(self, numbers: list[int], what: str) -> Told:
         request, first, last, least, greatest = numbers
         if first != -last:
-            places = self._comm.texts(what, "the places of all ranks")
-            lines = "\n".join(f"  rank {rank}: {text}" for rank, text in enumerate(places))
+            lines = self._comm.mesh.lines(self._comm.texts(what, "the places of all ranks"))
             raise RankMismatchError(
                 f"{self._comm.mesh} Ranks are at different places of the program:\n{lines}\nAll ranks must make the "
                 "same passes, norms and steps in the same order, and call save(), load() and gathered(). Code for "

@@ -7,7 +7,7 @@ is known by its attributes. `wire/mesh.py` has the ranks along the axes.
 from numbers import Integral
 from typing import Any
 
-__all__ = ["axes_of", "check_count"]
+__all__ = ["axes_of", "check_count", "ranks_of"]
 
 AXES = ("replicate", "shard", "tensor", "pipe")
 """The names of axes of a mesh."""
@@ -46,6 +46,25 @@ def axes_of(asked: Any, world_size: int, tensor: int = 1) -> Axes:
     return axes
 
 
+def ranks_of(asked: Any, launched: int) -> tuple[int, ...]:
+    """Return the ranks of the process group that the argument `mesh=` has, in its order.
+
+    Args:
+        launched: the number of ranks of the process group.
+
+    Raises:
+        ValueError: a DeviceMesh has a rank twice, or a rank that the process group has not.
+    """
+    if not hasattr(asked, "mesh_dim_names"):
+        return tuple(range(launched))
+    ranks = tuple(asked.mesh.flatten().tolist())
+    for rank in ranks:
+        if ranks.count(rank) > 1 or not 0 <= rank < launched:
+            why = "twice" if 0 <= rank < launched else f"and the process group has the ranks 0 to {launched - 1}"
+            raise ValueError(f"mesh= has rank {rank}, {why}: its ranks are {ranks}. Give each rank of the model once.")
+    return ranks
+
+
 def check_count(name: str, value: Any) -> int:
     """Return a count of at least 1 as an integer of Python.
 
@@ -70,10 +89,9 @@ def _axes_of_mesh(device_mesh: Any, world_size: int, tensor: int) -> Axes:
             f"mesh= takes axes named {', '.join(AXES)}; got {names or 'no names'}. Create it with "
             "init_device_mesh(device, sizes, mesh_dim_names=('shard', 'tensor'))."
         )
-    if (ranks := device_mesh.mesh.flatten().tolist()) != list(range(world_size)):
+    if (count := device_mesh.mesh.numel()) != world_size:
         raise ValueError(
-            f"mesh= must hold all {world_size} ranks of the run in order; got axes {names} of sizes {sizes} with ranks "
-            f"{ranks}. Pass the full result of init_device_mesh(), not a submesh."
+            f"mesh= must have as many ranks as the run, {world_size}; got axes {names} of sizes {sizes}, {count} ranks."
         )
     axes = tuple(zip(names, sizes, strict=True))
     if (pipe := dict(axes).get("pipe", 1)) > 1:

@@ -9,6 +9,7 @@ Note: signals
     at once. The handlers are restored when all ranks have arrived.
 """
 
+import hashlib
 import logging
 import signal
 import socket
@@ -21,11 +22,16 @@ from typing import Final, final
 
 from torch.distributed import DistError, Store, TCPStore
 
-__all__ = ["Wait", "await_ranks", "ends_by_signal", "explained", "open_store"]
+from zeroshard.table.errors import RankMismatchError
+
+__all__ = ["Wait", "await_ranks", "ends_by_signal", "explained", "open_store", "tell_meeting"]
 
 FIRST_PAUSE_S: Final = 0.0005
 POLL_S: Final = 0.05
 CONNECT_S: Final = 1.0
+LOOK_S: Final = 1.0
+REFUSED_S: Final = 4.0
+"""Seconds after which a rank whose mesh= was refused counts as absent: by then it would have tried another one."""
 
 
 @contextmanager
@@ -60,21 +66,37 @@ class Wait:
     """The wait of one rank for others, with one warning that names missing ranks, and an error at the limit.
 
     Args:
-        rank, world_size: this rank, and the number of ranks.
+        rank: this rank, by its number in the process group.
+        ranks: the ranks that meet, likewise, with this one.
+        who: this rank, for messages.
         place: the call in which ranks meet, for messages.
         limit_s: seconds after which the wait raises an error.
         heartbeat_s: seconds after which a warning names the missing ranks.
     """
 
-    def __init__(self, rank: int, world_size: int, place: str, limit_s: float, heartbeat_s: float) -> None:
-        self.rank, self.world_size, self.place = rank, world_size, place
+    def __init__(
+        self, rank: int, ranks: Sequence[int], who: str, place: str, limit_s: float, heartbeat_s: float
+    ) -> None:
+        self.rank, self.ranks, self.who, self.place = rank, sorted(ranks), who, place
+        self.meeting = f"{place} of {hashlib.sha1(str(self.ranks).encode(), usedforsecurity=False).hexdigest()}"
+        """The place and the ranks, for keys of the store."""
         self._limit_s, self._heartbeat_s = limit_s, heartbeat_s
-        self._begin_s, self._has_told = time.monotonic(), False
+        self._begin_s, self._has_told, self._looked_s = time.monotonic(), False, time.monotonic()
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds since the wait began."""
+        return time.monotonic() - self._begin_s
 
     def is_long(self) -> bool:
         """Return whether `pause` is due to report missing ranks."""
-        waited_s = time.monotonic() - self._begin_s
-        return waited_s > self._limit_s or (waited_s > self._heartbeat_s and not self._has_told)
+        return self.waited_s > self._limit_s or (self.waited_s > self._heartbeat_s and not self._has_told)
+
+    def is_due(self) -> bool:
+        """Return, once in `LOOK_S` seconds, whether to look for ranks that wait elsewhere."""
+        is_due = time.monotonic() - self._looked_s > LOOK_S
+        self._looked_s = time.monotonic() if is_due else self._looked_s
+        return is_due
 
     def pause(self, late: Sequence[int] = (), why: str = "") -> None:
         """Wait briefly.
@@ -87,11 +109,11 @@ class Wait:
             RuntimeError: the limit is exceeded.
         """
         if late and self.is_long():
-            self._has_told, waited_s = True, time.monotonic() - self._begin_s
+            self._has_told, waited_s = True, self.waited_s
             who = f"rank {late[0]}" if len(late) == 1 else f"ranks {', '.join(map(str, late))}"
             text = (
-                f"[rank {self.rank}/{self.world_size}] {who} of {self.world_size} {'has' if len(late) == 1 else 'have'}"
-                f" not come to {self.place} for {waited_s:.0f} s{why}"
+                f"{self.who} {who} of {len(self.ranks)} {'has' if len(late) == 1 else 'have'} not come to {self.place} "
+                f"for {waited_s:.0f} s{why}"
             )
             if waited_s > self._limit_s:
                 raise RuntimeError(
@@ -100,7 +122,7 @@ class Wait:
                 )
             logging.getLogger(__name__).warning(f"{text}; this rank waits for {self._limit_s:g} s.")
         # Ranks usually arrive together; a long pause would then dominate the time of `zs.shard()`.
-        time.sleep(min(POLL_S, FIRST_PAUSE_S + (time.monotonic() - self._begin_s) / 10))
+        time.sleep(min(POLL_S, FIRST_PAUSE_S + self.waited_s / 10))
 
 
 def open_store(wait: Wait, address: str, port: int, limit_s: float) -> Store:
@@ -119,7 +141,7 @@ def open_store(wait: Wait, address: str, port: int, limit_s: float) -> Store:
     return TCPStore(
         address,
         port,
-        wait.world_size,
+        len(wait.ranks),
         is_master=wait.rank == 0,
         timeout=timedelta(seconds=limit_s),
         wait_for_workers=False,
@@ -128,9 +150,10 @@ def open_store(wait: Wait, address: str, port: int, limit_s: float) -> Store:
 
 
 def await_ranks(store: Store, wait: Wait) -> None:
-    """Wait until every rank has arrived at `wait.place` as often as this rank.
+    """Wait until every rank of `wait.ranks` has arrived there at `wait.place` as often as this rank.
 
     Raises:
+        RankMismatchError: a rank waits there for other ranks, this one among them.
         RuntimeError: a rank has not arrived within the limit, or the store has ended, usually with the process that
             hosted it.
 
@@ -147,17 +170,54 @@ def explained(wait: Wait) -> Iterator[None]:
         yield
     except DistError as error:
         raise RuntimeError(
-            f"[rank {wait.rank}/{wait.world_size}] The store of the process group does not answer any more, while this "
+            f"{wait.who} The store of the process group does not answer any more, while this "
             f"rank waited for all to come to {wait.place}: the process of rank 0, or of the launcher, that kept it has "
             f"ended, or its host is out of reach. See the output of that process. ({str(error).splitlines()[0]})"
         ) from None
 
 
 def _await_ranks(store: Store, wait: Wait) -> None:
-    key = f"zeroshard/came to {wait.place}"
+    key = f"zeroshard/came to {wait.meeting}"
     turn = store.add(f"{key}/{wait.rank}", 1)
     # A single counter: no rank can arrive again before all have arrived. Keys of single ranks identify missing ranks.
     store.add(key, 1)
-    while store.add(key, 0) < turn * wait.world_size:
-        ranks = range(wait.world_size) if wait.is_long() else ()
-        wait.pause([rank for rank in ranks if store.add(f"{key}/{rank}", 0) < turn])
+    while store.add(key, 0) < turn * len(wait.ranks):
+        late, is_due = list[int](), wait.is_due()
+        if is_due or wait.is_long():
+            late = [rank for rank in wait.ranks if store.add(f"{key}/{rank}", 0) < turn]
+        if is_due and (found := _other_mesh(store, wait, key, turn, late)):
+            store.add(key, -1)
+            store.add(f"{key}/{wait.rank}", -1)
+            raise RankMismatchError(
+                f"{wait.who} {wait.place}: {found}. Pass the same mesh= on all of its ranks, which must call together."
+            )
+        wait.pause(late)
+
+
+def tell_meeting(store: Store, rank: int, text: str) -> None:
+    """Say where a rank is: "" for nowhere, or why its mesh= was refused."""
+    store.set(f"zeroshard/waits/{rank}", f"\n\n{text}" if text else "")
+
+
+def _other_mesh(store: Store, wait: Wait, key: str, turn: int, late: Sequence[int]) -> str:
+    """Return how a late rank, or one that another rank found, disagrees on the ranks that meet; "" if none does."""
+    store.set(f"zeroshard/waits/{wait.rank}", f"{key}\n{turn}\n{wait.ranks}")
+    refusal = f"{key}/refusal {turn}"
+    if store.check([told := f"{refusal}/{wait.rank}"]):  # this rank raised it, and tries again
+        store.delete_key(refusal)
+        store.delete_key(told)
+    found = store.get(refusal).decode() if store.check([refusal]) else ""
+    for other in late if not found else ():
+        where = store.get(one).decode() if store.check([one := f"zeroshard/waits/{other}"]) else ""
+        there, count, text = where.split("\n", 2) if where else ("", "", "")
+        is_elsewhere = there not in ("", key) and f" {wait.rank}," in f" {text[1:-1]},"
+        if where and not there and wait.waited_s > REFUSED_S:
+            found = f"rank {other} was refused its mesh=: {text}"
+        # Later than this rank's last arrival there: the other rank may have gone on since.
+        elif is_elsewhere and store.add(f"{there}/{wait.rank}", 0) < int(count):
+            found = f"rank {wait.rank} meets the ranks {wait.ranks}, and rank {other} the ranks {text}"
+            store.set(f"{there}/refusal {count}", found)
+    if found:
+        store.set(refusal, found)
+        store.set(told, "")
+    return found

@@ -9,7 +9,7 @@ import torch
 from torch.distributed import Store
 
 from zeroshard import devices
-from zeroshard.join.arrival import Wait, await_ranks, explained
+from zeroshard.join.arrival import Wait, await_ranks, explained, tell_meeting
 from zeroshard.wire.mesh import read_local_rank
 
 __all__ = ["await_places"]
@@ -31,9 +31,10 @@ def await_places(store: Store, wait: Wait, device: torch.device, backend: str) -
         # torch's group for emulation has no other ranks, and its store has no keys of theirs.
         await_ranks(store, wait)
         return
-    who = f"[rank {wait.rank}/{wait.world_size}]"
+    who = wait.who
     with explained(wait):
-        key = f"zeroshard/devices at {wait.place}"
+        tell_meeting(store, wait.rank, "")
+        key = f"zeroshard/devices at {wait.meeting}"
         # A rank may reach a place again, for instance after an error; keys of earlier attempts are obsolete.
         key = f"{key}/{store.add(f'{key}/{wait.rank}', 1)}"
         mine = _refusal(store, key, wait.rank, device, backend)

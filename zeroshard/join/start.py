@@ -15,17 +15,18 @@ from typing import Any, Final
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from zeroshard import devices
-from zeroshard.join.arrival import Wait, ends_by_signal, open_store
+from zeroshard.join.arrival import Wait, ends_by_signal, open_store, tell_meeting
 from zeroshard.join.places import await_places
 from zeroshard.table.errors import RankMismatchError
-from zeroshard.torch_private import default_store
+from zeroshard.torch_groups import default_store
 from zeroshard.watch.process import is_child_of
 from zeroshard.wire.comm import gather_across_ranks
 from zeroshard.wire.mesh import Launched, Mesh, backend_of, current_mesh, find_launch, read_int, read_local_rank
 
-__all__ = ["accepted_by_all", "check_seconds", "everybody_at", "init", "texts_across_ranks"]
+__all__ = ["accepted_by_all", "check_seconds", "everybody_at", "init", "texts_across_ranks", "told_to_others"]
 
 MOST_SECONDS: Final = 1e9
 """Thirty years: the clocks of some libraries overflow with longer waits."""
@@ -115,18 +116,30 @@ def everybody_at(place: str, mesh: Mesh, watchdog_s: float, heartbeat_s: float) 
             store = default_store()
             # An invalid limit raises on all ranks, after they have arrived.
             limits = [limit_s if _is_limit(limit_s) else MOST_SECONDS for limit_s in (watchdog_s, heartbeat_s)]
-            wait = Wait(mesh.rank, mesh.world_size, place, *limits)
+            wait = Wait(mesh.numbers[mesh.rank], mesh.numbers, str(mesh), place, *limits)
             await_places(store, wait, mesh.device, dist.get_backend_config())
         yield
 
 
-def texts_across_ranks(mesh: Mesh, text: str) -> list[str]:
+@contextmanager
+def told_to_others(mesh: Mesh) -> Iterator[None]:
+    """Tell the ranks that wait for this one in `zs.shard()` that it was refused its `mesh=`, and so comes not."""
+    try:
+        yield
+    except ValueError as error:
+        if mesh.world_size > 1:
+            tell_meeting(default_store(), mesh.rank, str(error))
+        raise
+
+
+def texts_across_ranks(mesh: Mesh | DeviceMesh, text: str) -> list[str]:
     """Return the texts of all ranks, by rank; a list of one text for one process.
 
     Args:
-        mesh: the result of `zs.init()`.
+        mesh: the result of `zs.init()`, for all ranks, or the ranks that take part, as in `gather_across_ranks`.
         text: any text without trailing zero characters.
-    Collective: all-gathers of 8 bytes and of the longest text on the default process group; every rank must call.
+
+    Collective: all-gathers of 8 bytes and of the longest text; every rank of the mesh must call.
 
     ```python
     import zeroshard as zs
@@ -136,19 +149,19 @@ def texts_across_ranks(mesh: Mesh, text: str) -> list[str]:
     """
     data = text.encode()
     # Texts are in host memory: a backend for the host avoids a wait for the device.
-    is_hosts = dist.is_initialized() and backend_of("cpu") is not None
-    device = torch.device("cpu") if is_hosts else mesh.device
-    longest = int(gather_across_ranks(torch.tensor(len(data), device=device)).max())
-    if not longest:
-        return [""] * mesh.world_size
-    row = torch.tensor(list(data.ljust(longest, b"\0")), dtype=torch.uint8, device=device)
-    return [bytes(other).rstrip(b"\0").decode() for other in gather_across_ranks(row).tolist()]
+    device = torch.device("cpu")
+    if isinstance(mesh, Mesh) and not mesh.ranks and dist.is_initialized() and backend_of("cpu") is None:
+        device = mesh.device  # the default process group, which has no backend for the host
+    lengths = gather_across_ranks(torch.tensor(len(data), device=device), mesh)
+    row = torch.tensor(list(data.ljust(int(lengths.max()), b"\0")), dtype=torch.uint8, device=device)
+    rows = gather_across_ranks(row, mesh).tolist() if len(row) else [[]] * len(lengths)
+    return [bytes(other).rstrip(b"\0").decode() for other in rows]
 
 
 def _join(launched: Launched, watchdog_s: float, heartbeat_s: float, backend: str) -> None:
     """Wait for all ranks, and create the default process group."""
     rank, world_size, limit = launched.rank, launched.world_size, timedelta(seconds=watchdog_s)
-    wait = Wait(rank, world_size, "zs.init()", watchdog_s, heartbeat_s)
+    wait = Wait(rank, range(world_size), f"[rank {rank}/{world_size}]", "zs.init()", watchdog_s, heartbeat_s)
     if launched.has_store:
         store, *_ = next(dist.rendezvous("env://", rank, world_size, timeout=limit))
     else:
@@ -193,11 +206,10 @@ def accepted_by_all(mesh: Mesh, what: str) -> Iterator[None]:
     texts = texts_across_ranks(mesh, "" if failure is None else f"{type(failure).__name__}: {failure}")
     if failure is not None:
         raise failure
-    if refused := [f"  rank {rank}: {text}" for rank, text in enumerate(texts) if text]:
+    if refused := len(texts) - texts.count(""):
         raise RankMismatchError(
-            f"{mesh} {what} was rejected on {len(refused)} of {mesh.world_size} ranks, and therefore on all:\n"
-            + "\n".join(refused)
-            + "\nGive every rank the same model, optimizer and arguments."
+            f"{mesh} {what} was rejected on {refused} of {mesh.world_size} ranks, and therefore on all:\n"
+            f"{mesh.lines(texts)}\nGive every rank the same model, optimizer and arguments."
         )
 
 
@@ -217,9 +229,8 @@ def _check_equal(mesh: Mesh, seed: int | None) -> None:
     mine = f"seed={seed if hasattr(seed, '__index__') else repr(seed)}"
     texts = texts_across_ranks(mesh, mine)
     if texts.count(mine) < len(texts):
-        given = "\n".join(f"  rank {rank}: {text}" for rank, text in enumerate(texts))
         raise RankMismatchError(
-            f"{mesh} zs.init() was given different seeds:\n{given}\n"
+            f"{mesh} zs.init() was given different seeds:\n{mesh.lines(texts)}\n"
             "Give all ranks the same seed: each rank adds its number to it."
         )
 

@@ -129,10 +129,11 @@ def forms_of(model: nn.Module, mesh: Mesh) -> dict[int, Form]:
 def _check(name: str, parameter: DTensor, mesh: Mesh) -> None:
     """Raise ValueError unless a DTensor is split equally over the mesh's tensor axis."""
     ranks = tuple(parameter.device_mesh.mesh.flatten().tolist())
-    if ranks != mesh.tensor_ranks or len(parameter.placements) != 1:
+    own = tuple(mesh.numbers[rank] for rank in mesh.tensor_ranks)
+    if ranks != own or len(parameter.placements) != 1:
         raise ValueError(
             f"{mesh} Parameter '{name}' is a DTensor over ranks {ranks}, and the axis 'tensor' of mesh= has "
-            f"{mesh.tensor_ranks} here. Pass to zs.shard() the mesh whose mesh['tensor'] parallelize_module() used, "
+            f"{own} here. Pass to zs.shard() the mesh whose mesh['tensor'] parallelize_module() used, "
             "and do not call fully_shard(), which zs.shard() replaces."
         )
     check_placement(name, parameter, len(ranks))

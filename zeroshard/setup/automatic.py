@@ -124,7 +124,7 @@ def free_bytes(mesh: Mesh, settings: Settings, model: nn.Module) -> int | None:
     # The model's tensors on the device become a part of its states.
     held = (*model.parameters(), *model.buffers()) if isinstance(model, nn.Module) else ()  # `describe` refuses others
     free += sum(one.nbytes for one in held if one.device == mesh.device)
-    least = int(gather_across_ranks(torch.tensor([free], device=mesh.device)).min())
+    least = int(gather_across_ranks(torch.tensor([free], device="cpu"), mesh).min())
     return least if settings.device_bytes is None else min(least, settings.device_bytes)
 
 

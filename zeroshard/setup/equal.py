@@ -11,12 +11,13 @@ import numpy as np
 import torch
 from torch import nn
 
+from zeroshard.join.start import texts_across_ranks
 from zeroshard.setup.request import Described
 from zeroshard.table.errors import RankMismatchError
 from zeroshard.wire.comm import Comm
 from zeroshard.wire.mesh import Mesh
 
-__all__ = ["check_equal", "facts_of", "facts_of_optimizer", "tell_refusal"]
+__all__ = ["check_equal", "check_mesh", "facts_of", "facts_of_optimizer", "tell_refusal"]
 
 
 def facts_of(described: Described, version: str) -> list[str]:
@@ -58,6 +59,19 @@ def _library_versions(things: Iterable[object]) -> dict[str, str]:
     return {top: str(version) for top, version in versions.items() if version is not None}
 
 
+def check_mesh(mesh: Mesh) -> None:
+    """Raise on every rank unless all have the same ranks along the same axes, which their connections depend on.
+
+    Collective: as `texts_across_ranks`.
+    """
+    axes = ", ".join(f"{name} {size}" for name, size in mesh.axes)
+    texts = texts_across_ranks(mesh, f"axes {axes} over the ranks {mesh.ranks}")
+    if len(set(texts)) > 1:
+        raise RankMismatchError(
+            f"{mesh} Ranks were given different mesh=:\n{mesh.lines(texts)}\nPass the same mesh= on every rank."
+        )
+
+
 def tell_refusal(mesh: Mesh, comm: Comm, error: Exception) -> None:
     """Report this rank's error to ranks that have none. Collective: as `check_equal`."""
     try:
@@ -80,8 +94,8 @@ def check_equal(mesh: Mesh, comm: Comm, lines: list[str]) -> None:
     rows = comm.collect(digests.to(mesh.device), "the comparison of models and options")
     first = int((rows != rows[0]).any(0).nonzero()[0])
     texts = comm.texts(lines[first] if first < len(lines) else "(nothing)", "the comparison of models and options")
-    shown = "\n".join(f"  rank {rank}: {text}" for rank, text in enumerate(texts))
     raise RankMismatchError(
-        f"{mesh} Ranks were given different models, options or versions; the first difference is:\n{shown}\n"
-        "Build the same model and optimizer, with the same arguments and the same versions, on every rank."
+        f"{mesh} Ranks were given different models, options or versions; the first difference is:\n"
+        f"{mesh.lines(texts)}\nBuild the same model and optimizer, with the same arguments and the same versions, on "
+        "every rank."
     )

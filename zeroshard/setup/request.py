@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from zeroshard.core.parameter import ShardedParameter
 from zeroshard.core.slot import Form
 from zeroshard.describe.asked import Asked, resolve
-from zeroshard.describe.axes import Axes
+from zeroshard.describe.axes import Axes, ranks_of
 from zeroshard.describe.ignored import ignored_of
 from zeroshard.describe.offload import OffloadLike, row_with
 from zeroshard.describe.optimizers import Optimizers, check_entries, optimizers_of
@@ -43,7 +43,7 @@ from zeroshard.values.materialize import InitFn, Weights, check_source
 from zeroshard.wire.comm import Tag
 from zeroshard.wire.mesh import Mesh, backend_of
 
-__all__ = ["Described", "Request", "check_bucket_count", "describe", "place_of"]
+__all__ = ["Described", "Request", "check_bucket_count", "describe", "domain_of", "place_of"]
 
 FormsOf = Callable[[nn.Module, Mesh, bool], Mapping[int, Form]]
 
@@ -298,6 +298,22 @@ def _check_devices(model: nn.Module, mesh: Mesh, ignored: Collection[int]) -> No
             "CUDA devices, create the process group with zs.init() or init_process_group('nccl'); to train on the "
             "CPU, call model.cpu() before zs.shard()."
         )
+
+
+def domain_of(joined: Mesh, wanted: object) -> Mesh:
+    """Return the mesh of the ranks of `mesh=`, before its axes are known.
+
+    Raises:
+        ValueError: the ranks are not distinct ranks of the process group, this one among them.
+    """
+    ranks = ranks_of(wanted, joined.world_size)
+    if joined.rank not in ranks:
+        raise ValueError(
+            f"{joined} This rank is not in mesh=, which has the ranks {ranks}. Call zs.shard() on those ranks only, or "
+            "pass the part of the mesh that this rank is in, such as mesh['shard']."
+        )
+    rank, size = ranks.index(joined.rank), len(ranks)
+    return dataclasses.replace(joined, rank=rank, world_size=size, ranks=ranks, launched=joined.world_size)
 
 
 def _lay_out(mesh: Mesh, axes: Axes, wanted: DeviceMesh | int | None) -> Mesh:

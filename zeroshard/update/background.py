@@ -109,7 +109,7 @@ class Background(Source):
             if not comm.agree([int(not self._failure)], what)[0]:
                 texts = comm.texts(self._failure, "what failed")
                 rank = next(rank for rank, text in enumerate(texts) if text)
-                self._failure = f"rank {rank}: {texts[rank]}"  # the same text on all ranks
+                self._failure = f"rank {comm.mesh.numbers[rank]}: {texts[rank]}"  # the same text on all ranks
         self._raise()
 
     def before_fork(self) -> None:

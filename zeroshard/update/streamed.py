@@ -67,7 +67,7 @@ class Files:
         if not comm.agree([int(not failure)], "whether states in files were updated")[0]:
             texts = comm.texts(str(failure), "what failed")
             rank = next(rank for rank, text in enumerate(texts) if text)
-            self.disk.failure = f"rank {rank}: {texts[rank]}"  # the same text on all ranks
+            self.disk.failure = f"rank {comm.mesh.numbers[rank]}: {texts[rank]}"  # the same text on all ranks
             self.disk.check()
 
     def _follow(self) -> None:

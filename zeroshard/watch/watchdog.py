@@ -110,7 +110,10 @@ class _Status:
 
     store: Store
     rank: int
-    world_size: int
+    numbers: Sequence[int]
+    """The number of each rank in the process group."""
+    place: str
+    """This rank, for errors."""
     limit_s: float
     """Maximum seconds that a device may wait for one operation."""
     heartbeat_s: float
@@ -141,6 +144,11 @@ class _Status:
     wake: threading.Event = field(default_factory=threading.Event)
     """Wakes the thread that talks to the store."""
     process: int = field(default_factory=os.getpid)
+
+    @property
+    def may_host_store(self) -> bool:
+        """Whether the store may end with this process."""
+        return self.numbers[self.rank] == 0
 
     @property
     def beat_s(self) -> float:
@@ -185,7 +193,7 @@ class _Status:
         """Return the last status of every rank, by rank. One request."""
         far = [ranks for ranks in self.pages.hosts if ranks != self.pages.near]
         values = self.store.multi_get([CAUSE, *(f"host/{ranks[0]}" for ranks in far)])
-        found = dict.fromkeys(range(self.world_size), "")
+        found = dict.fromkeys(range(len(self.numbers)), "")
         found |= {rank: self.pages.read(rank) for rank in self.pages.near}
         for ranks, value in zip(far, values[1:], strict=True):
             # Before the first status of a host, the store has the status of each rank.
@@ -194,7 +202,7 @@ class _Status:
 
     def blame(self, rank: int, why: str) -> None:
         """Publish a cause, unless one is known: consequences of a failure must not hide it."""
-        self.know(self.store.compare_set(CAUSE, NOTHING, f"rank {rank}: {why}"))
+        self.know(self.store.compare_set(CAUSE, NOTHING, f"rank {self.numbers[rank]}: {why}"))
         # The store may end with this process, so the ranks of this host read it now.
         self.pages.write(self.page(f"blame {rank}"))
 
@@ -216,7 +224,7 @@ class _Status:
         self.pages.write(f"end\n0 0 0 \n0.0\n{ENDED}{' '.join(self.now[:2])}")
         self.publish()
         # After the deletion of a model, the interpreter and the store continue.
-        if self.rank or threading.main_thread().is_alive():
+        if not self.may_host_store or threading.main_thread().is_alive():
             return
         end_s, before = self.clock() + 3 * self.beat_s, self.said()
         while self.clock() < end_s:
@@ -231,7 +239,7 @@ class _Status:
 
     def stay(self) -> None:
         """On the rank that may host the store, wait until the others have read the cause."""
-        if self.rank == 0:
+        if self.may_host_store:
             time.sleep(STAY_BEATS * self.beat_s)
 
 
@@ -240,24 +248,28 @@ class Watchdog:
 
     Args:
         store: the store of all ranks.
-        rank, world_size: this rank, and the number of ranks.
+        rank: the index of this rank.
+        numbers: the number of each rank in the process group.
+        place: this rank, for errors.
         limit_s: the longest wait of callers, in seconds.
         heartbeat_s: seconds without a heartbeat after which a rank is missing. A thread that holds the interpreter's
             lock prevents heartbeats.
     """
 
-    def __init__(self, store: Store, rank: int, world_size: int, limit_s: float, heartbeat_s: float) -> None:
+    def __init__(
+        self, store: Store, rank: int, numbers: Sequence[int], place: str, limit_s: float, heartbeat_s: float
+    ) -> None:
         self._behind = ""
         self.record: Callable[[], Callable[[], bool]] | None = None
         """For waits of a device: marks its stream, and returns a function that tells whether the device passed the
         mark."""
         self._stepped_s, self._waited_s = time.monotonic(), 0.0
         now = ("in user code since", "the model was sharded", self._stepped_s)
-        self._status = status = _Status(store, rank, world_size, limit_s, heartbeat_s, now)
+        self._status = status = _Status(store, rank, numbers, place, limit_s, heartbeat_s, now)
         store.compare_set(CAUSE, "", NOTHING)
         # The store has a status of each host before any rank reads it.
         store.set(f"host/{rank}", status.page("start"))
-        status.pages = Pages(store, rank, world_size, status.page("start"))
+        status.pages = Pages(store, rank, len(numbers), status.page("start"))
         status.answered_s = time.monotonic()
         status.publish()
         # The threads reference only the status: they must not keep the model's communicator alive.
@@ -324,14 +336,15 @@ class Watchdog:
         try:
             before = status.said() if is_closed else {}
             while is_closed and not status.cause() and time.monotonic() < end_s:
-                time.sleep(BEAT_S / 10 * max(1.0, status.world_size / 100))
+                time.sleep(BEAT_S / 10 * max(1.0, len(status.numbers) / 100))
             for rank, now in status.said().items() if before and not status.known else ():
                 if rank != status.rank and (now == before[rank] or _words(now).startswith(ENDED)):
                     status.blame(rank, _end_of(now))
             return status.cause()
         except Exception:  # the store is gone
             gone = "its process is gone, and with it the store, which would tell why"
-            return status.known or f"rank 0: {_end_of(status.pages.read(0)) if 0 in status.pages.near else gone}"
+            first = [rank for rank in status.pages.near if status.numbers[rank] == 0]
+            return status.known or f"rank 0: {_end_of(status.pages.read(first[0])) if first else gone}"
 
     def report(self) -> str:
         """Return one line for each rank: its operation, and for how long."""
@@ -486,15 +499,15 @@ def _report(status: _Status) -> str:
     try:
         status.pages.write(status.page("report"))
         told = [(last or unknown).split("\n", 3)[2:] for last in status.said().values()]
-        return "\n".join(f"  rank {rank}: {text} ({seconds} s)" for rank, (seconds, text) in enumerate(told))
+        said = zip(status.numbers, told, strict=True)
+        return "\n".join(f"  rank {number}: {text} ({seconds} s)" for number, (seconds, text) in said)
     except Exception:  # the store is gone
         return "  (the store that ranks publish it to is gone)"
 
 
 def _leave(status: _Status, why: str) -> None:
     """Print the reason and end the process at once: the wait of the main thread cannot be cancelled."""
-    place = f"[rank {status.rank}/{status.world_size}]"
-    os.write(2, f"{place} ends, since it waits for {status.waiting()[0]}, and {why}\n".encode())
+    os.write(2, f"{status.place} ends, since it waits for {status.waiting()[0]}, and {why}\n".encode())
     status.stay()
     os._exit(1)
 
@@ -508,8 +521,8 @@ def _compare_paces(status: _Status, before: frozenset[int]) -> frozenset[int]:
     median_s, slow = statistics.median_low(paces), slow_ranks(paces, before, status.step_s)
     for rank in sorted(slow - before):
         logging.getLogger(__name__).warning(
-            f"rank {rank} is slow: its own part of a step takes {paces[rank]:.3g} s, that of the median rank "
-            f"{median_s:.3g} s, and {status.world_size - 1} rank(s) wait for it."
+            f"rank {status.numbers[rank]} is slow: its own part of a step takes {paces[rank]:.3g} s, that of the "
+            f"median rank {median_s:.3g} s, and {len(paces) - 1} rank(s) wait for it."
         )
     return slow
 

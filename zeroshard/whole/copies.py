@@ -54,7 +54,7 @@ def check_copies(engine: Engine, optimizers: Sequence[ShardedOptimizer]) -> None
         return
     rows = engine.comm.collect(sums, what)
     first = int(_differ(engine, rows, is_everywhere).nonzero()[0])
-    held = "\n".join(f"  rank {rank}: {value & 2**64 - 1:016x}" for rank, value in enumerate(rows[:, first].tolist()))
+    held = engine.mesh.lines([f"{value & 2**64 - 1:016x}" for value in rows[:, first].tolist()])
     raise RankMismatchError(
         f"{engine.mesh} The copies of {copies[first].name} are no longer equal; sums of their bits:\n{held}\n"
         "Memory or a kernel of a rank failed, or user code changed the copy of one rank. Load a checkpoint, "

@@ -79,7 +79,7 @@ def gathered(
 def _gather(
     engine: Engine,
     optimizers: Sequence[ShardedOptimizer],
-    parameters: Mapping[str, nn.Parameter],
+    parameters: dict[str, nn.Parameter],
     *,
     writeback: bool,
     states: bool,
@@ -128,8 +128,7 @@ def _changes(engine: Engine, changed: Sequence[str]) -> str:
     if not engine.order.barrier("the end of gathered()", bool(changed))[1]:
         return ""
     mine = f"{len(changed)} parameter(s) or state(s), '{changed[0]}' first" if changed else ""
-    texts = engine.comm.texts(mine, "what was changed under gathered()")
-    return "\n".join(f"  rank {rank}: {text}" for rank, text in enumerate(texts) if text)
+    return engine.mesh.lines(engine.comm.texts(mine, "what was changed under gathered()"))
 
 
 def _spread(engine: Engine, model: nn.Module, expanded: Sequence["WholeStates"]) -> None:

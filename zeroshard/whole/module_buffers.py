@@ -265,8 +265,7 @@ class Following:
         return tuple(found.shape), f"{found.dtype}{', expanded' * is_expanded}", found.device.type
 
     def _raise_unequal(self, name: str, place: int) -> None:
-        texts = self._comm.texts(str(self._shape(place)), "the shape of a buffer")
-        lines = "\n".join(f"  rank {rank}: {text}" for rank, text in enumerate(texts))
+        lines = self._comm.mesh.lines(self._comm.texts(str(self._shape(place)), "the shape of a buffer"))
         raise RankMismatchError(
             f"{self._comm.mesh} The buffer '{name}' has other shapes on other ranks, so it cannot take the values of "
             f"the first rank:\n{lines}\nGive it one shape, register it with persistent=False if each rank computes its "

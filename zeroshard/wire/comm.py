@@ -13,9 +13,11 @@ from typing import ClassVar, final
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from zeroshard.table.trace import Ledger
 from zeroshard.table.wires import Silence, Wire
+from zeroshard.torch_groups import default_store, named_group
 from zeroshard.watch.watchdog import Watchdog
 from zeroshard.wire.buffers import Pool
 from zeroshard.wire.codec import Codec
@@ -288,13 +290,18 @@ class SoloComm(Comm):
         return tensor[None]
 
 
-def gather_across_ranks(tensor: Tensor) -> Tensor:
+def gather_across_ranks(tensor: Tensor, mesh: Mesh | DeviceMesh | None = None) -> Tensor:
     """Return (world_size, *shape): the tensors of all ranks, by rank; (1, *shape) for one process.
 
     Args:
         tensor: any tensor, of equal shape and dtype on every rank.
+        mesh: the ranks that take part, in its order, such as `zero.mesh` or a part of a DeviceMesh; by default all
+            ranks of the default process group.
 
-    Collective: all-gather on the default process group; every rank must call.
+    Raises:
+        ValueError: this rank is not in `mesh`.
+
+    Collective: all-gather; every rank of the mesh must call, and the first call creates a process group of them.
 
     ```python
     import torch, zeroshard as zs
@@ -304,18 +311,45 @@ def gather_across_ranks(tensor: Tensor) -> Tensor:
     """
     if not dist.is_initialized():
         return tensor[None]
-    rows = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
-    dist.all_gather(rows, tensor.contiguous())
-    return torch.stack(rows)
+    own, ranks = dist.get_rank(), () if mesh is None else ranks_of(mesh)
+    if ranks == (own,):
+        return tensor[None]
+    if ranks and own not in ranks:
+        raise ValueError(
+            f"[rank {own}/{dist.get_world_size()}] mesh= has the ranks {ranks}, and not this one: only they call."
+        )
+    rows = [torch.empty_like(tensor) for _ in range(len(ranks) or dist.get_world_size())]
+    dist.all_gather(rows, tensor.contiguous(), _group_of(ranks, tensor.device.type))
+    ascending = sorted(ranks) or [*range(len(rows))]
+    return torch.stack([rows[ascending.index(rank)] for rank in ranks or ascending])
 
 
-def mean_across_ranks(tensor: Tensor) -> Tensor:
+def ranks_of(mesh: Mesh | DeviceMesh) -> tuple[int, ...]:
+    """Return the ranks of the process group that a mesh has, in its order; empty for all of them."""
+    return mesh.ranks if isinstance(mesh, Mesh) else tuple(mesh.mesh.flatten().tolist())
+
+
+def _group_of(ranks: tuple[int, ...], kind: str) -> dist.ProcessGroup | None:
+    """Return the process group of ranks, in ascending order, for a device type; None for all ranks of the default one.
+
+    It is not the default one if ranks are named: what one model's ranks exchange must not meet what others do there.
+    """
+    if not ranks:
+        return None
+    is_fake, is_part = "fake" in dist.get_backend_config(), len(ranks) < dist.get_world_size()
+    backend = "fake" if is_fake else "gloo" if kind == "cpu" else "nccl"
+    limit = default_store().timeout  # type: ignore[attr-defined]
+    return named_group(sorted(ranks), f"of {kind}", backend, limit, is_part=is_part, is_kept=True)
+
+
+def mean_across_ranks(tensor: Tensor, mesh: Mesh | DeviceMesh | None = None) -> Tensor:
     """Return the mean of a tensor over all ranks, summed in rank order: the result is bitwise equal on all ranks.
 
     Args:
         tensor: a floating-point tensor, of equal shape on every rank.
+        mesh: the ranks that take part, as in `gather_across_ranks`.
 
-    Collective: all-gather on the default process group; every rank must call.
+    Collective: as `gather_across_ranks`.
 
     ```python
     import torch, zeroshard as zs
@@ -323,7 +357,7 @@ def mean_across_ranks(tensor: Tensor) -> Tensor:
     assert zs.mean_across_ranks(torch.tensor(3.0)) == 3.0
     ```
     """
-    rows = gather_across_ranks(tensor.detach())
+    rows = gather_across_ranks(tensor.detach(), mesh)
     total = rows[0].clone()
     for row in rows[1:]:
         total += row

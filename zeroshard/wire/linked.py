@@ -123,7 +123,7 @@ class LinkedComm(Comm):
         raw = data.view(-1).view(torch.uint8) if data.numel() else data.new_zeros(1, dtype=torch.uint8)
         is_part &= PART in self.links.groups  # without the group, all ranks have the same parts
         first, name = (self.mesh.data_ranks[0], PART) if is_part else (0, self._name)
-        self.run(tensor, lambda group: dist.broadcast(raw, first, group=group, async_op=True), what, name)
+        self.run(tensor, lambda group: dist.broadcast(raw, group_src=0, group=group, async_op=True), what, name)
         if data.data_ptr() != tensor.data_ptr():
             unexpanded(tensor, tensor.stride()).copy_(unexpanded(data, tensor.stride()))
         self.sent_bytes[kind] += raw.nbytes if self.mesh.rank == first else 0

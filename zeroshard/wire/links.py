@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from zeroshard import devices
 from zeroshard.table.errors import RankMismatchError
-from zeroshard.torch_private import default_store, own_client_of
+from zeroshard.torch_groups import all_groups, default_store, named_group, own_client_of
 from zeroshard.watch.process import is_child_of, keep_for_good, tell_forks
 from zeroshard.watch.watchdog import Watchdog
 from zeroshard.wire.board import Meeting
@@ -30,7 +30,7 @@ from zeroshard.wire.mesh import Mesh
 __all__ = ["CONTROL", "HOST_PART", "Links", "PART"]
 
 CONTROL = "control"
-"""The gloo process group of all ranks, for small numbers that the host reads."""
+"""The gloo process group of all ranks of the mesh, for small numbers that the host reads."""
 PART = "part"
 """The process group of the ranks that train the same tensors as this rank, if these are not all ranks."""
 HOST_PART = "host part"
@@ -45,7 +45,7 @@ class Links:
         watchdog_s: maximum seconds of a wait.
         heartbeat_s: seconds without a heartbeat after which a rank is the cause of a failure.
 
-    Collective: creates process groups; every rank must call.
+    Collective: creates process groups; every rank of the mesh must call.
     """
 
     def __init__(self, mesh: Mesh, watchdog_s: float, heartbeat_s: float) -> None:
@@ -62,17 +62,15 @@ class Links:
         # Only the store is usable when the process group is stuck; torch has no public access to it. A client serves
         # one request at a time, and NCCL may occupy it for seconds while it connects.
         store = dist.distributed_c10d.PrefixStore(f"zeroshard/{name}", own_client_of(default_store()))
-        self.watchdog = Watchdog(store, mesh.rank, mesh.world_size, watchdog_s, heartbeat_s)
+        self.watchdog = Watchdog(store, mesh.rank, mesh.numbers, str(mesh), watchdog_s, heartbeat_s)
 
     def new_group(self, name: str, backend: str, *axes: str) -> None:
-        """Create the process group of all ranks, or of the ranks along `axes`, on all ranks at the same time."""
+        """Create the process group of all ranks, or of the ranks along `axes`, on all of them at the same time."""
         # Waits of a device end here with an error; torch's own watchdog, which aborts without one, fires later.
         limit = self._limit if backend == "gloo" else 2 * self._limit
-        if axes:
-            ranks = self.mesh.rows(*axes).tolist()
-            self.groups[name], _ = dist.new_subgroups_by_enumeration(ranks, timeout=limit, backend=backend)
-        else:
-            self.groups[name] = dist.new_group(backend=backend, timeout=limit)
+        places = self.mesh.along(*axes) if axes else range(self.mesh.world_size)
+        numbers = [self.mesh.numbers[place] for place in places]
+        self.groups[name] = named_group(numbers, name, backend, limit, is_part=self.mesh.is_part)
         if backend == "nccl":
             device = self.mesh.device
             self.watchdog.record = lambda: devices.mark(device).query
@@ -83,8 +81,8 @@ class Links:
         self._leave()
 
     def after_fork(self) -> None:
-        """Disable communication in a forked child, and keep the process groups, which the parent owns."""
-        keep_for_good(dist.group.WORLD, default_store(), *self.groups.values())
+        """Disable communication in a forked child, and keep all process groups, which the parent owns."""
+        keep_for_good(default_store(), *all_groups())
         for name in ("start", "wait", "wait_on_stream"):
             setattr(self, name, self._refuse)
 

@@ -43,7 +43,10 @@ OTHER_NETWORK = "192.0.2.1"
 
 @dataclass(frozen=True)
 class Mesh:
-    """The ranks of a run, and the position of this rank.
+    """The ranks that train one model, and the position of this rank among them.
+
+    These are all ranks of the process group, or those of a DeviceMesh that was passed to `zs.shard(mesh=)`. `rank`
+    counts from 0 among them.
 
     ```python
     import zeroshard as zs
@@ -59,6 +62,24 @@ class Mesh:
     device: torch.device
     axes: tuple[tuple[str, int], ...] = ()
     """Name and size of each axis, the last over neighbouring ranks; empty for all ranks along "shard"."""
+    ranks: tuple[int, ...] = ()
+    """The ranks of the process group that the mesh has, in its order; empty for all of them."""
+    launched: int = 0
+    """The number of ranks of the process group; 0 if it is `world_size`."""
+
+    @cached_property
+    def numbers(self) -> tuple[int, ...]:
+        """The number of each rank of the mesh in the process group, by which errors name it."""
+        return self.ranks or tuple(range(self.world_size))
+
+    @property
+    def is_part(self) -> bool:
+        """Whether the process group has ranks that are not in the mesh."""
+        return self.launched > self.world_size
+
+    def lines(self, texts: Sequence[str]) -> str:
+        """Return the texts of all ranks that are not empty, a line each, for an error."""
+        return "\n".join(f"  rank {number}: {text}" for number, text in zip(self.numbers, texts, strict=True) if text)
 
     def rows(self, *names: str) -> torch.Tensor:
         """Return (rows, size): each row has, in order, the ranks that differ only along these axes."""
@@ -112,7 +133,12 @@ class Mesh:
         return self.along("replicate", "shard")
 
     def __str__(self) -> str:
-        return f"[rank {self.rank}/{self.world_size}]"
+        at, rest = list[str](), self.rank
+        for name, size in reversed(self.axes):
+            rest, index = divmod(rest, size)
+            at[:0] = [f"{name} {index}"] * (size > 1)
+        place = f": {', '.join(at)}" * (len(at) > 1 or (self.is_part and len(at) == 1))
+        return f"[rank {self.numbers[self.rank]}/{self.launched or self.world_size}{place}]"
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from zeroshard.table.trace import Ledger
 from zeroshard.table.wires import Native
-from zeroshard.torch_private import premultiplied_sum
+from zeroshard.torch_groups import premultiplied_sum
 from zeroshard.wire.codec import Codec
 from zeroshard.wire.comm import Pending, Tag
 from zeroshard.wire.linked import LinkedComm

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from zeroshard.describe.split import check_buffers, check_placement, split_parameters
 from zeroshard.plan.trace.fake import on_meta
-from zeroshard.torch_private import emulated_group
+from zeroshard.torch_groups import emulated_group
 
 __all__ = ["check_split", "split"]
 
