@@ -140,6 +140,7 @@ def drawn(kind: str, count: int) -> list[tuple[Layout, Layout]]:
 
 
 @pytest.mark.product
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_any_layout_is_read_by_any_other(kind: str, tmp_path: Path) -> None:
     """50 moves of each optimizer; a rotation has five of them."""
