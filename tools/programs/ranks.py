@@ -183,6 +183,8 @@ def _judge(waiting: Sequence[tuple[int, Task, list[Any]]], verdicts: TextIO) -> 
         if place % dist.get_world_size() == dist.get_rank():
             results = [by_rank[place] for by_rank in found]
             _write(verdicts, number, replace(judge(task, results), digest=_digest(results)))
+    # A rank that judges for long must not use up the time of the next program, in which others would wait for it.
+    dist.barrier()
 
 
 def _write(verdicts: TextIO, number: int, verdict: Verdict) -> None:
