@@ -112,8 +112,8 @@ CHECKPOINT = (
     Bug(
         "a written range is one element short",
         "checkpoint/inventory.py",
-        "return (start - layout.offsets[index], stop - layout.offsets[index]) if stop > start else (0, 0)",
-        "return (start - layout.offsets[index], stop - layout.offsets[index] - 1) if stop > start else (0, 0)",
+        "found += [(writers[place][shard], first, last) for place, first, last in parts]",
+        "found += [(writers[place][shard], first, last - 1) for place, first, last in parts]",
         "tests/checkpoint/test_move.py::test_replicas_write_each_element_once",
     ),
     Bug(
@@ -1054,7 +1054,7 @@ ROOMS = (
     ),
     Bug(
         "an optimizer is tried on a whole matrix alone",
-        "update/admission.py",
+        "optim/admission.py",
         "_probe(optimizer, None, [7, 0, 12, 5], options)",
         "_probe(optimizer, shape, [24], options)",
         "tests/engine/test_refused.py::test_refused_by_shard[not element-wise]",

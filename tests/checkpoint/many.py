@@ -19,6 +19,7 @@ import torch
 
 from zeroshard.checkpoint.commit import check_limits, write_manifest, write_tensors
 from zeroshard.checkpoint.contents import Plan
+from zeroshard.checkpoint.cuts import RowExchange
 from zeroshard.checkpoint.inventory import Item
 from zeroshard.checkpoint.manifest import join_state
 from zeroshard.checkpoint.ranges import Spec
@@ -26,6 +27,7 @@ from zeroshard.checkpoint.reader import CheckpointReader
 from zeroshard.checkpoint.values import bytes_of
 from zeroshard.checkpoint.verify import verify
 from zeroshard.table.layout import plan_layout
+from zeroshard.wire.mesh import Mesh
 
 SHAPE = (5, 8)
 
@@ -54,7 +56,8 @@ def plan_of(path: Path, names: list[str], world_size: int, extra: bytes = b"{}")
                 Spec("state", join_state(0, "exp_avg_sq", name), "F32", SHAPE),
             ):
                 items.append(Item(spec, values, (0, 40), slot))
-    return Plan(path, 7, world_size, tuple(items), {}, extra, None)
+    mesh = Mesh(0, world_size, 0, torch.device("cpu"))
+    return Plan(path, 7, mesh, tuple(items), {}, extra, None)
 
 
 def write(plan: Plan) -> None:
@@ -62,9 +65,11 @@ def write(plan: Plan) -> None:
     check_limits(plan)
     plan.path.mkdir()
     written = {}
+    engine: Any = SimpleNamespace(order=SimpleNamespace(next_number=lambda: 1))
     for rank in range(plan.world_size):
+        rows = RowExchange(engine, [])
         for name in plan.files_of(rank):
-            parts: Iterator[memoryview] = (bytes_of(value) for value in plan.values(name))
+            parts: Iterator[memoryview] = (bytes_of(value) for value in plan.values(name, rows))
             written[name] = write_tensors(plan, plan.path, name, parts)
     write_manifest(plan, plan.path, written)
 
