@@ -27,6 +27,11 @@ def begin(engine: Engine, what: str) -> None:
             "has an axis 'tensor'. Under `with zero.gathered(states=True):` model.state_dict() and "
             "optimizer.state_dict() hold DTensors, which torch.distributed.checkpoint saves."
         )
+    if engine.mesh.pipe is not None:
+        raise RuntimeError(
+            f"{engine.mesh} {what}: a checkpoint of a mesh with an axis 'pipe' is not written or read yet. Save each "
+            "place by itself: `with zero.gathered(states=True):` gives whole values of its module and optimizer."
+        )
     engine.leave_passes(what)
     if engine.gathered is not None:
         raise RuntimeError(f"{engine.mesh} {what} under gathered(): leave the context first.")
