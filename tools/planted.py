@@ -834,7 +834,50 @@ ENGINE = (
 )
 """What `docs/design.md` promises of passes and exchanges, broken: other bits, a rank that waits for ever, memory."""
 
+_DOMAINS, _PIPE = "tests/engine/test_domains.py", "tests/engine/test_pipe.py"
 ROOMS = (
+    Bug(
+        "the ranks of a domain are taken for the first ones of the launch",
+        "wire/links.py",
+        "[self.mesh.numbers[place] for place in places]",
+        "[*places]",
+        f"{_DOMAINS}::test_values_are_gathered_in_the_order_of_the_mesh",
+    ),
+    Bug(
+        "ranks of two domains meet at one key",
+        "join/arrival.py",
+        """self.meeting = f"{place} of {hashlib.sha1(str(self.ranks)""",
+        """self.meeting = f"{place} of {hashlib.sha1(str(len(self.ranks))""",
+        f"{_DOMAINS}::test_a_process_may_train_models_with_several_others",
+    ),
+    Bug(
+        "a process group has the name that the process's number of groups makes",
+        "torch_groups.py",
+        """{store.add(f'{name}/{own}', 1)}""",
+        """{len(all_groups())}""",
+        f"{_DOMAINS}::test_a_process_may_train_models_with_several_others",
+    ),
+    Bug(
+        "a norm of one place of a pipe",
+        "parallel/pipe.py",
+        """[list(comm.mesh.along("pipe"))]""",
+        "[[comm.mesh.rank]]",
+        f"{_PIPE}::test_places_of_one_rank_and_axes_in_another_order",
+    ),
+    Bug(
+        "a parameter at two places counts twice",
+        "parallel/pipe.py",
+        "if slot.name not in elsewhere]",
+        "if slot.name not in ()]",
+        f"{_PIPE}::test_a_parameter_at_two_places_counts_once",
+    ),
+    Bug(
+        "an overflow at one place of a pipe is not told to the others",
+        "core/order.py",
+        "least = self.votes.span(place, min(told.least, 0))",
+        "least = min(told.least, self.votes.span(place))",
+        f"{_PIPE}::test_what_is_not_finite_at_one_place_skips_the_step_of_all",
+    ),
     Bug(
         "momentum of Lion is weighted as it decays",
         "optim/lion.py",

@@ -41,6 +41,7 @@ from zeroshard.describe.treatments import ActivationsLike
 from zeroshard.join.start import accepted_by_all, everybody_at, told_to_others
 from zeroshard.optim.admission import check_optimizers
 from zeroshard.optim.keeps import kept_by
+from zeroshard.parallel.pipe import check_places, norms_over, stage_check
 from zeroshard.report.profile import Profile
 from zeroshard.setup.automatic import free_bytes
 from zeroshard.setup.equal import check_equal, check_mesh, facts_of, facts_of_optimizer, tell_refusal
@@ -234,7 +235,10 @@ def shard_over(asked: Request, joined: Mesh, make_comm: MakeComm) -> "Zero":
             described = describe(dataclasses.replace(asked, room_bytes=room_bytes), domain, _forms_of)
         check_mesh(described.mesh)
         comm = make_comm(described.mesh, settings, ledger)
+        if (pipe := described.mesh.pipe) is not None:
+            comm.span(make_comm(pipe, dataclasses.replace(settings, shared_memory=False), Ledger()))
     check_equal(described.mesh, comm, facts_of(described, VERSION))
+    elsewhere = frozenset[str]() if pipe is None else check_places(described, comm, VERSION)
     check_torch()
     with accepted_by_all(described.mesh, "zs.shard()"):
         stores = make_stores(described)
@@ -242,6 +246,10 @@ def shard_over(asked: Request, joined: Mesh, make_comm: MakeComm) -> "Zero":
     dtypes = {name: parameter.dtype for plan in plans for name, parameter in plan.parameters}
     treatment = treatment_of(cell, plans, axis_of(comm), ledger)
     engine = build(described, comm, ledger, treatment, stores)
+    if pipe is not None:
+        engine.norms_of_places = norms_over(engine, elsewhere)
+    elif domain.launched > 1:
+        engine.check_forward = stage_check(described.mesh)
     engine.order.buffers = follow_buffers(described, comm, engine.order.votes)
     zero = Zero(engine, described, dtypes, stores)
     hooks = wire(engine, described.model, plans, settings.forward_methods, described.precision, described.own_precision)
@@ -258,7 +266,7 @@ def _forms_of(model: nn.Module, mesh: Mesh, has_ignored: bool) -> Mapping[int, F
             others must be logical at each stage.
     """
     if len(mesh.tensor_ranks) == 1:
-        plain = PlainForm(has_axis=has_ignored and mesh.world_size > 1)
+        plain = PlainForm(has_axis=(has_ignored and mesh.world_size > 1) or mesh.pipe is not None)
         return dict.fromkeys(map(id, model.parameters()), plain)
     # torch's DTensor takes half a second to import.
     from zeroshard.parallel.tensor import forms_of
@@ -500,7 +508,8 @@ class Zero:
         """
         # A collective: ranks without a gradient call it, too.
         self._engine.norms(float(p))
-        norms = norms_of([slot for slot in self._engine.slots.values() if slot.has_grad], float(p))
+        slots = [slot for slot in self._engine.slots.values() if slot.has_grad]
+        norms = self._engine.norms_of_places(norms_of(slots, float(p)), slots, float(p), True)
         if not norms:
             return torch.zeros((), dtype=torch.float32, device=self.mesh.device)
         total: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms), p)
@@ -609,7 +618,8 @@ class Zero:
         """
         if any(one.is_swapped for one in self._averages):
             raise RuntimeError(f"{self.mesh} zero.detach() inside swapped() of an average: leave the context first.")
-        self._saver.wait("zero.detach()")
+        if self.mesh.pipe is None:  # a mesh with a pipe has no saves
+            self._saver.wait("zero.detach()")
         detach(self._engine, self._sharded, self._dtypes, to=to, dtype=dtype, room_bytes=self._settings.device_bytes)
         vars(self).clear()
 
@@ -764,7 +774,8 @@ class Zero:
         ```
         """
         self._engine.leave_passes("agree()")
-        return bool(self._engine.order.barrier(f"agree({what!r})", bool(value))[0])
+        place, order = f"agree({what!r})", self._engine.order
+        return bool(order.votes.span(place, order.barrier(place, bool(value))[0]))
 
     def summary(self) -> str:
         """Return a table in plain text with a line for each unit: parameters, shards, padding, bytes held and sent.

@@ -25,7 +25,7 @@ ADDED = {
     "batch norm under treatments of activations": 16,
     "what random programs of more features found": 10,
     "a backward after gathered() is refused": 16,
-    "meshes that are a part of the launch": 104,
+    "meshes that are a part of the launch, and the axis pipe": 139,
 }
 """Lines of the engine that features have added since the budgets were set."""
 MOVED = {

@@ -257,11 +257,14 @@ def test_a_mesh_has_ranks_that_are_there_and_a_plan_as_many() -> None:
     assert "must have as many ranks as the run, 1; got axes ('shard',) of sizes (2,), 2 ranks" in refused[1]
 
 
-def test_pipelines_and_two_numbers_of_tensor_ranks_are_refused() -> None:
-    for names, tensor, said in ((("pipe",), 1, "pipeline stages are not supported"), (("tensor",), 4, "Leave tensor=")):
-        mesh = SimpleNamespace(mesh_dim_names=names, mesh=torch.tensor([0, 1]))
-        with pytest.raises(ValueError, match=said):
-            resolve(Asked(mesh=mesh), 2, tensor=tensor)
+def test_plans_of_pipelines_and_two_numbers_of_tensor_ranks_are_refused() -> None:
+    mesh = SimpleNamespace(mesh_dim_names=("pipe",), mesh=torch.tensor([0, 1]))
+    assert resolve(Asked(mesh=mesh), 2).axes == (("pipe", 2),)
+    with pytest.raises(ValueError, match=r"'pipe' of mesh= has 2 places.* Plan each of them alone"):
+        plan(mesh=mesh, world_size=2)
+    mesh = SimpleNamespace(mesh_dim_names=("tensor",), mesh=torch.tensor([0, 1]))
+    with pytest.raises(ValueError, match=r"Leave tensor="):
+        resolve(Asked(mesh=mesh), 2, tensor=4)
 
 
 # -- "auto" -----------------------------------------------------------------------------------------------------------

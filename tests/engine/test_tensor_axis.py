@@ -694,8 +694,6 @@ def refuse(case: str) -> str:
         given = mesh_of((2, 2), ("dp", "tp"))
     elif case == "no names":
         given = mesh_of((4,), None)
-    elif case == "pipe":
-        given = mesh_of((2, 2), ("shard", "pipe"))
     elif case == "no shards":
         given = mesh_of((4,), ("replicate",))
     elif case == "uneven":
@@ -718,7 +716,6 @@ def refuse(case: str) -> str:
 REFUSALS = {
     "names": r"replicate, shard, tensor, pipe; got \('dp', 'tp'\)",
     "no names": "got no names",
-    "pipe": "'pipe' has 2 ranks",
     "no shards": r"axes \(replicate 4\) of 4 ranks leave one rank per replica",
     "uneven": r"'head.weight' \(3, 16\) cannot be split into 2 equal parts along dimension 0",
     "other mesh": r"'head.weight' is a DTensor over ranks \(0, 2\), and the axis 'tensor' of mesh= has \(0, 1\)",

@@ -236,6 +236,7 @@ class FakeComm:
         self.sent_bytes: Counter[str] = Counter()
         self.is_on_host = not world.is_device
         self.catch_up: Callable[[], None] = lambda: None
+        self.across = self
 
     def call_before_waits(self, catch_up: Callable[[], None]) -> None:
         """Have it called before each wait of the host for a tensor."""

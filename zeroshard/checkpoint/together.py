@@ -19,8 +19,13 @@ def begin(engine: Engine, what: str) -> None:
     Collective: a barrier; every rank must call.
 
     Raises:
-        RuntimeError: called inside a pass or `gathered()`.
+        RuntimeError: called inside a pass or `gathered()`, or the mesh has an axis "pipe".
     """
+    if engine.mesh.pipe is not None:
+        raise RuntimeError(
+            f"{engine.mesh} {what}: a checkpoint of a mesh with an axis 'pipe' is not written or read yet. Save each "
+            "place by itself: `with zero.gathered(states=True):` gives whole values of its module and optimizer."
+        )
     engine.leave_passes(what)
     if engine.gathered is not None:
         raise RuntimeError(f"{engine.mesh} {what} under gathered(): leave the context first.")

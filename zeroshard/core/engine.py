@@ -38,7 +38,7 @@ from zeroshard.core.norms import LocalNorms, total_norms
 from zeroshard.core.order import Order
 from zeroshard.core.passes import Pass
 from zeroshard.core.saved import SavedTensors, Treatment
-from zeroshard.core.slot import Slot
+from zeroshard.core.slot import NormsOfPlaces, Slot
 from zeroshard.core.states import Presence, Scope
 from zeroshard.core.undo import Ending, Undo
 from zeroshard.core.unit import Unit
@@ -89,14 +89,15 @@ class Engine(Ending):
         """Whether `offload_states()` moved states away, which prevents updates."""
         has_far = any(not bucket.spec.row.states.is_on_device for unit in units for bucket in unit.buckets)
         self.guard = guard_of(comm, updates_on_host=has_far)
+        self.norms_of_places: NormsOfPlaces = lambda norms, *_: norms
+        self.check_forward: Callable[[], None] = lambda: None
+        """Called before each forward."""
         self.unread: Callable[[], None] | None = None
         """Reads whether the last update was skipped, and acts on it; None if the host knows."""
         self._await_update: Callable[[], None] = lambda: None
         """Waits for the update in the background."""
-        self._frames: list[Frame] = []
-        self._forwards: list[Hashable] = []
-        self._used: set[int] = set()
-        self._task = -1
+        self._frames, self._forwards = list[Frame](), list[Hashable]()
+        self._used, self._task = set[int](), -1
         self._norms = LocalNorms(())
         self.copy = slice_of(mesh.along("shard", "tensor"))
         """The ranks whose parts form the full gradients."""
@@ -189,6 +190,7 @@ class Engine(Ending):
             return
         is_recompute, has_grad = graph_task() != -1, torch.is_grad_enabled()
         if not self._running() and not is_recompute:
+            self.check_forward()
             self.lane.begin(f"the forward of {type(module).__name__}")
             # When gathered, units wait for their own part of an update in the background.
             self._read_answer()

@@ -379,7 +379,11 @@ def _norms(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     # The full gradient decides, equally on all ranks: an empty slice has a norm.
     if (p < 0 or p == float("inf")) and (empty := [grad for grad in ours if not grad._slot.shape.numel()]):
         raise _refusal(f"{name} of order {p:g}, which has no value for 0 elements,", empty[0])
-    found = iter(norms_of([_slot_of(grad) for grad in ours], float(p), dtype))
+    slots = [_slot_of(grad) for grad in ours]
+    norms = norms_of(slots, float(p), dtype)
+    if several or isinstance(first, LogicalGradient):
+        norms = slots[0].living_owner().norms_of_places(norms, slots, float(p), several)
+    found = iter(norms)
     norms = [next(found) if isinstance(g, OURS) else torch.linalg.vector_norm(g, p, dtype=dtype) for g in grads]
     return norms if several else norms[0].reshape((1,) * first.ndim if given.get("keepdim") else ())
 
@@ -447,7 +451,7 @@ def _check_scaled(func: Callable[..., Any], args: tuple[Any, ...]) -> None:
     owner.answer("the overflow check of GradScaler")
     with NoSubclasses():
         func(grads, found_inf, inverse_scale)
-    owner.comm.flag(found_inf.view(1), "the overflow check of GradScaler")
+    owner.comm.across.flag(found_inf.view(1), "the overflow check of GradScaler")
 
 
 def _local_parts(slots: Sequence[Slot], name: str) -> list[Tensor]:

@@ -128,7 +128,7 @@ class Guard(ABC):
             name: name of the parameter whose gradient is not finite.
         """
         self.skipped += 1
-        if self._comm.mesh.rank == 0:
+        if self._comm.across.mesh.rank == 0:
             logging.getLogger(__name__).warning(
                 f"step {step} was skipped on all ranks: the gradient of '{name}' is not finite ({self.skipped} skipped "
                 "so far). Set zs.Settings(non_finite='raise') to raise an error instead."
@@ -171,7 +171,7 @@ class Guard(ABC):
     def blame(self, masters: Sequence[Tensor]) -> str:
         """Return the parameter that caused a negative vote, equal on all ranks. Collective: as `Comm.texts`."""
         mine = next((slot_of(m).name for m in masters if m.grad is not None and not m.grad.isfinite().all()), "")
-        texts = self._comm.texts(mine, "the parameter whose gradient is not finite")
+        texts = self._comm.across.texts(mine, "the parameter whose gradient is not finite")
         return min((text for text in texts if text), default="?")
 
     def arm(self, optimizer: Optimizer, masters: Sequence[Tensor]) -> list[Tensor]:
@@ -251,6 +251,11 @@ class DeviceGuard(Guard):
             flags.append(_spoiled(list(map(_part, masters)), mesh.device))
         found = torch.cat(flags)
         self._comm.flag(found, "whether gradients are finite")
+        if (across := self._comm.across) is not self._comm:
+            # Other places have other parameters: one number says whether the update of any place is prevented.
+            elsewhere = found.amax().view(1)
+            across.flag(elsewhere, "whether gradients are finite at all places")
+            found = torch.cat([found[:1], elsewhere, found[1:]])
         # Started before the update, so that the update does not delay the copy.
         answer = Answer(self._read_back(found), names, mesh, functools.partial(self.is_fatal, scale), scale, doubts)
         if self.is_awaited(optimizer):

@@ -331,8 +331,11 @@ class Order:
         for pass_ in self._ended:
             pass_.relied_on = pass_.relied_on or place
 
-    def settle(self, place: str, *, is_fine: Callable[[], bool] = lambda: True) -> bool:
+    def settle(self, place: str, detail: str = "", *, is_fine: Callable[[], bool] = lambda: True) -> bool:
         """Wait until all ranks are at `place`, outside passes, and keep in-place changes of user code.
+
+        Args:
+            detail: what is equal within a place of a pipe only.
 
         Returns: whether `is_fine()` on all ranks; otherwise changes stay pending.
 
@@ -348,17 +351,19 @@ class Order:
         def payload() -> int:
             return EARLY if self.votes.early else checksum_of(self._changes) if is_fine() else -1
 
-        told = self.votes.meet(place, payload())
+        told = self.votes.meet(place + detail, payload())
         if self._has_made_rounds:
             # Some ranks posted this vote before they read requests of others, and reduced gradients since.
-            told = self.votes.round(place, payload())
+            told = self.votes.round(place + detail, payload())
         self._has_made_rounds = False
-        if told.least == EARLY:
+        # Each place of a pipe has changes of its own.
+        least = self.votes.span(place, min(told.least, 0))
+        if least == EARLY:
             self.votes.raise_early(place)
         self.buffers.settle()
-        if told.least >= 0:
+        if least == 0:
             self._keep_changes(told.least, told.greatest, place)
-        return told.least >= 0
+        return least == 0
 
     def _keep_changes(self, least: int, greatest: int, place: str) -> None:
         """Keep in-place changes of user code that are equal on all ranks with the same tensors."""

@@ -5,7 +5,7 @@ Owns the slot that each sharded parameter and each optimizer slice references. I
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol, final
 
 import torch
@@ -15,9 +15,13 @@ from zeroshard.core.dtypes import LossScale
 from zeroshard.wire.comm import Comm
 from zeroshard.wire.mesh import Mesh
 
-__all__ = ["Form", "Owner", "Slot", "slot_of"]
+__all__ = ["Form", "NormsOfPlaces", "Owner", "Slot", "slot_of"]
 
 Tensor = torch.Tensor
+
+NormsOfPlaces = Callable[[list[Tensor], Sequence["Slot"], float, bool], list[Tensor]]
+"""Returns norms whose total is that of all places of a pipe, from the norms of gradients of one place, their order, and
+whether code asked for several at once; without a pipe, the same norms. Collective: with a pipe."""
 
 
 class Owner(Protocol):
@@ -30,6 +34,7 @@ class Owner(Protocol):
     unread: Callable[[], None] | None
     copy: slice | list[int]
     """The ranks whose parts form the full gradients."""
+    norms_of_places: "NormsOfPlaces"
     assigned: set["Slot"]
     """Parameters whose gradients user code has assigned since their optimizer's last step; without one, ever."""
 

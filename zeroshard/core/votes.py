@@ -75,10 +75,13 @@ class Votes:
         self._comm = comm
         self._unread: deque[tuple[Vote, str, Then]] = deque()
         self._is_reading = False
+        # First: before any wait, also of all places, a rank reads what it has posted here.
+        self._across = None if comm.across is comm else Votes(comm.across)
         self.early = ""
         """The result that this rank computed too early: a request followed."""
         catch_up = weakref.WeakMethod(self.read)
-        comm.call_before_waits(lambda: read() if (read := catch_up()) else None)
+        for one in (comm, comm.across):
+            one.call_before_waits(lambda: read() if (read := catch_up()) else None)
 
     def post(
         self, place: str, then: Then = lambda told: None, payload: int = 0, request: Ask | None = None, what: str = ""
@@ -120,6 +123,15 @@ class Votes:
         self.read()
         return told[0]
 
+    def span(self, place: str, payload: int = 0) -> int:
+        """Wait until all places of a pipe are at `place`, outside passes; return the least payload, or this one's.
+
+        Raises:
+            RankMismatchError: places of the pipe are at different places of the program.
+        Collective: with a pipe, all-reduce of 40 bytes; every rank of the mesh must call.
+        """
+        return payload if self._across is None else self._across.meet(place, payload).least
+
     def round(self, place: str, payload: int = 0, request: Ask | None = None, what: str = "") -> Told:
         """Post this rank's request after a vote with a request, and wait for the result."""
         vote = self._comm.post(_numbers(place, payload, request), what or place, Channel.ROUNDS)
@@ -128,7 +140,7 @@ class Votes:
     def raise_early(self, place: str) -> None:
         """Raise because some ranks computed a result too early. Collective: every rank must call."""
         early, self.early = self.early, ""
-        texts = self._comm.texts(early, "what was answered too early")
+        texts = self._comm.across.texts(early, "what was answered too early")
         raise RankMismatchError(
             f"{self._comm.mesh} At {place}: some ranks had answered {max(texts)} that other ranks requested, so their "
             "result lacks its sum. Nothing was changed on any rank. Ranks that ran equal passes so far now differ: "

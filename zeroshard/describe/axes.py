@@ -37,7 +37,7 @@ def axes_of(asked: Any, world_size: int, tensor: int = 1) -> Axes:
             raise ValueError(f"{divided} must divide the {world_size} rank(s).")
         axes = (("replicate", replicas), ("shard", world_size // (replicas * tensor)))
         axes += (("tensor", tensor),) if tensor > 1 else ()
-    if world_size > 1 and dict(axes).get("shard", 1) == dict(axes).get("tensor", 1) == 1:
+    if world_size > dict(axes).get("pipe", 1) and dict(axes).get("shard", 1) == dict(axes).get("tensor", 1) == 1:
         sizes = ", ".join(f"{name} {size}" for name, size in axes)
         raise ValueError(
             f"The axes ({sizes}) of {world_size} ranks leave one rank per replica, so nothing would be sharded. "
@@ -94,11 +94,6 @@ def _axes_of_mesh(device_mesh: Any, world_size: int, tensor: int) -> Axes:
             f"mesh= must have as many ranks as the run, {world_size}; got axes {names} of sizes {sizes}, {count} ranks."
         )
     axes = tuple(zip(names, sizes, strict=True))
-    if (pipe := dict(axes).get("pipe", 1)) > 1:
-        raise ValueError(
-            f"The axis 'pipe' has {pipe} ranks, but pipeline stages are not supported yet. Use the axes replicate, "
-            "shard and tensor."
-        )
     if tensor not in (1, split_over := dict(axes).get("tensor", 1)):
         raise ValueError(f"tensor={tensor}, but mesh= has {split_over} rank(s) along 'tensor'. Leave tensor= out.")
     return axes

@@ -166,6 +166,11 @@ def make_plan(
     name, optimizers = optimizers_named(optimizer, model if is_module else None, ignored)
     chosen = _precision_of(resolved.precision, shape)
     axes = dict(resolved.axes)
+    if (places := axes.get("pipe", 1)) > 1:
+        raise ValueError(
+            f"The axis 'pipe' of mesh= has {places} places, each with a module of its own. Plan each of them "
+            "alone, with the other axes."
+        )
     options = Options(
         world_size=world_size,
         device=preset,

@@ -322,7 +322,7 @@ def _lay_out(mesh: Mesh, axes: Axes, wanted: DeviceMesh | int | None) -> Mesh:
     Raises:
         ValueError: torch split tensors over another kind of device than the rank's.
     """
-    laid = dataclasses.replace(mesh, axes=axes)
+    laid = dataclasses.replace(mesh, axes=axes).at_place()
     if isinstance(wanted, DeviceMesh) and len(laid.tensor_ranks) > 1 and wanted.device_type != mesh.device.type:
         raise ValueError(
             f"mesh= was created for '{wanted.device_type}', but this rank's device is {mesh.device}: tensors that are "

@@ -146,8 +146,8 @@ class ShardedOptimizer:
         # All ranks must stand at one place, so a schedule that differs between them is found here.
         rates = [rate for group in optimizer.param_groups if isinstance(rate := group.get("lr"), (int, float))]
         place = f"step {self.steps} of optimizer {self._index} ({type(optimizer).__name__}, lr {rates})"
-        place += self.source.choice
-        is_voted = engine.order.settle(place, is_fine=lambda: guard.is_fine(optimizer, masters, scale))
+        detail = self.source.choice
+        is_voted = engine.order.settle(place, detail, is_fine=lambda: guard.is_fine(optimizer, masters, scale))
         is_left = any(not unit.spec.is_whole and unit.presence is not Presence.RELEASED for unit in engine.units)
         assert not is_left, "a unit was left gathered"
         name = guard.ask(optimizer, masters, scale) if is_voted else ""

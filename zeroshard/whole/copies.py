@@ -42,8 +42,15 @@ def check_copies(engine: Engine, optimizers: Sequence[ShardedOptimizer]) -> None
     """Raise on every rank unless all copies are equal, bit for bit. See `Zero.check_copies`."""
     engine.leave_passes("check_copies()")
     copies = [] if engine.mesh.world_size == 1 else list(_copies(engine, optimizers))
-    if not copies:
-        return
+    failure = _difference(engine, copies) if copies else ""
+    if not engine.order.votes.span("check_copies()", int(not failure)) and not failure:
+        failure = "Copies at another place of the pipe are no longer equal; the errors there name them."
+    if failure:
+        raise RankMismatchError(f"{engine.mesh} {failure}")
+
+
+def _difference(engine: Engine, copies: Sequence[Copy]) -> str:
+    """Return what differs between ranks that hold copies, equal on every rank; "" if nothing does."""
     what = f"the comparison of {len(copies)} copies"
     engine.order.barrier(what)
     sums = torch.stack([_sum_bits(copy.value).to(engine.mesh.device) for copy in copies])
@@ -51,12 +58,12 @@ def check_copies(engine: Engine, optimizers: Sequence[ShardedOptimizer]) -> None
     both = torch.stack([sums[is_everywhere].sum(), sums[~is_everywhere].sum()])
     differs = _differ(engine, engine.comm.collect(both, what), torch.tensor([True, False], device=sums.device))
     if not differs.any():
-        return
+        return ""
     rows = engine.comm.collect(sums, what)
     first = int(_differ(engine, rows, is_everywhere).nonzero()[0])
     held = engine.mesh.lines([f"{value & 2**64 - 1:016x}" for value in rows[:, first].tolist()])
-    raise RankMismatchError(
-        f"{engine.mesh} The copies of {copies[first].name} are no longer equal; sums of their bits:\n{held}\n"
+    return (
+        f"The copies of {copies[first].name} are no longer equal; sums of their bits:\n{held}\n"
         "Memory or a kernel of a rank failed, or user code changed the copy of one rank. Load a checkpoint, "
         "and check that rank's host."
     )

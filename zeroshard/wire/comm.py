@@ -136,6 +136,7 @@ class Comm(ABC):
         self.pool = Pool(memory or OwnMemory(), ledger)
         """Buffers in the memory that this transport prefers for gradients and parameters."""
         self.sent_bytes: Counter[str] = Counter()
+        self._across: Comm | None = None
         self.can_postpone = False
         """Whether a rank may join a reduction to report that it is not ready."""
 
@@ -147,8 +148,19 @@ class Comm(ABC):
         """
         return self.mesh.device.type == "cpu"
 
-    def close(self) -> None:  # noqa: B027 (one process has no connections)
+    @property
+    def across(self) -> "Comm":
+        """The communicator of all places of a pipe, for what belongs to a step; this one without a pipe."""
+        return self._across or self
+
+    def span(self, across: "Comm") -> None:
+        """Take over the communicator of all places of a pipe; what both send is counted together."""
+        self._across, across.sent_bytes = across, self.sent_bytes
+
+    def close(self) -> None:
         """Close the connections, when no rank uses them any more."""
+        if self._across is not None:
+            self._across.close()
 
     @abstractmethod
     def gather(self, full: Tensor, tag: Tag, kind: str = "gather", axis: Axis = "shard") -> Pending:

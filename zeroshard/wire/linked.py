@@ -46,6 +46,7 @@ class LinkedComm(Comm):
         return self.links.groups[self._name]
 
     def close(self) -> None:
+        super().close()
         self.links.close()
 
     def encoded(self, values: Tensor, codec: Codec) -> Tensor:

@@ -70,7 +70,7 @@ class Links:
         limit = self._limit if backend == "gloo" else 2 * self._limit
         places = self.mesh.along(*axes) if axes else range(self.mesh.world_size)
         numbers = [self.mesh.numbers[place] for place in places]
-        self.groups[name] = named_group(numbers, name, backend, limit, is_part=self.mesh.is_part)
+        self.groups[name] = named_group(numbers, name, backend, limit, is_part=self.mesh.across.is_part)
         if backend == "nccl":
             device = self.mesh.device
             self.watchdog.record = lambda: devices.mark(device).query

@@ -9,7 +9,7 @@ import socket
 import struct
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
@@ -66,6 +66,22 @@ class Mesh:
     """The ranks of the process group that the mesh has, in its order; empty for all of them."""
     launched: int = 0
     """The number of ranks of the process group; 0 if it is `world_size`."""
+    pipe: "Mesh | None" = None
+    """The mesh with the axis "pipe" of which this is one place; None without such an axis."""
+
+    @property
+    def across(self) -> "Mesh":
+        """All ranks that make the same steps: those of all places of a pipe, or these ranks."""
+        return self.pipe or self
+
+    def at_place(self) -> "Mesh":
+        """Return the ranks at this rank's place along the axis "pipe", which make the same passes."""
+        if "pipe" not in dict(self.axes):
+            return self
+        axes = tuple(axis for axis in self.axes if axis[0] != "pipe")
+        here = self.along(*dict(axes))
+        numbers = tuple(self.numbers[rank] for rank in here)
+        return replace(self, rank=here.index(self.rank), world_size=len(here), axes=axes, ranks=numbers, pipe=self)
 
     @cached_property
     def numbers(self) -> tuple[int, ...]:
@@ -133,11 +149,11 @@ class Mesh:
         return self.along("replicate", "shard")
 
     def __str__(self) -> str:
-        at, rest = list[str](), self.rank
-        for name, size in reversed(self.axes):
+        at, rest = list[str](), self.across.rank
+        for name, size in reversed(self.across.axes):
             rest, index = divmod(rest, size)
             at[:0] = [f"{name} {index}"] * (size > 1)
-        place = f": {', '.join(at)}" * (len(at) > 1 or (self.is_part and len(at) == 1))
+        place = f": {', '.join(at)}" * (len(at) > 1 or (self.across.is_part and len(at) == 1))
         return f"[rank {self.numbers[self.rank]}/{self.launched or self.world_size}{place}]"
 
 
