@@ -152,13 +152,13 @@ def test_any_layout_is_read_by_any_other(kind: str, tmp_path: Path) -> None:
 
 def test_offloaded_states_move_too(tmp_path: Path) -> None:
     pairs = [(LAYOUTS[3], LAYOUTS[18]), (LAYOUTS[7], LAYOUTS[2])]
-    run_ranks(move, WORLD, str(tmp_path), "adamw", pairs, {"offload": "host"}, timeout_s=TIMEOUT_S)
+    run_ranks(move, WORLD, str(tmp_path), "adamw", pairs, {"offload": "host"}, timeout_s=3 * TIMEOUT_S)
 
 
 def test_messages_move_the_rows(tmp_path: Path) -> None:
     pairs = [(LAYOUTS[3], LAYOUTS[12]), (LAYOUTS[13], LAYOUTS[0])]
     options = {"settings": {"shared_memory": False}}
-    run_ranks(move, WORLD, str(tmp_path), "adamw", pairs, options, timeout_s=TIMEOUT_S)
+    run_ranks(move, WORLD, str(tmp_path), "adamw", pairs, options, timeout_s=3 * TIMEOUT_S)
 
 
 def fail_to_save(folder: str, culprit: int) -> list[str]:
