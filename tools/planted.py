@@ -862,14 +862,7 @@ ROOMS = (
         "wire/links.py",
         "[self.mesh.numbers[place] for place in places]",
         "[*places]",
-        f"{_DOMAINS}::test_values_are_gathered_in_the_order_of_the_mesh",
-    ),
-    Bug(
-        "ranks of two domains meet at one key",
-        "join/arrival.py",
-        """self.meeting = f"{place} of {hashlib.sha1(str(self.ranks)""",
-        """self.meeting = f"{place} of {hashlib.sha1(str(len(self.ranks))""",
-        f"{_DOMAINS}::test_a_process_may_train_models_with_several_others",
+        f"{_DOMAINS}::test_handles_of_a_process_have_ranks_of_their_own",
     ),
     Bug(
         "a process group has the name that the process's number of groups makes",

@@ -97,8 +97,7 @@ class Engine(Ending):
         self._await_update: Callable[[], None] = lambda: None
         """Waits for the update in the background."""
         self._frames, self._forwards = list[Frame](), list[Hashable]()
-        self._used, self._task = set[int](), -1
-        self._norms = LocalNorms(())
+        self._used, self._task, self._norms = set[int](), -1, LocalNorms(())
         self.copy = slice_of(mesh.along("shard", "tensor"))
         """The ranks whose parts form the full gradients."""
         buckets = [(unit.number, bucket) for unit in units for bucket in unit.buckets]
