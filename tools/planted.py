@@ -628,14 +628,14 @@ ENGINE = (
     Bug(
         "the vote before an update is ignored",
         "update/optimizer.py",
-        "settle(place, is_fine=lambda: guard.is_fine(optimizer, masters, scale))",
-        "settle(place)",
+        "settle(place, detail, is_fine=lambda: guard.is_fine(optimizer, masters, scale))",
+        "settle(place, detail)",
         "tests/faults/test_differ.py::test_what_is_no_number_changes_nothing_on_any_rank[nan-2]",
     ),
     Bug(
         "only the rank of an overflow skips the step",
         "core/order.py",
-        "return told.least >= 0",
+        "return least == 0",
         "return is_fine()",
         f"{_ENGINE}/test_precision.py::test_an_overflow_of_any_parameter_on_any_rank_skips_the_step_on_all[backward-2]",
     ),
