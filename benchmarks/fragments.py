@@ -33,7 +33,8 @@ from zeroshard.plan.trace.events import Phase
 from zeroshard.plan.trace.personality import PERSONALITIES
 from zeroshard.plan.trace.recorder import Recorder
 from zeroshard.table.activations import PRODUCTS
-from zeroshard.torch_private import check_tracing, fake_tensors, run_backward
+from zeroshard.torch_checks import check_tracing
+from zeroshard.torch_private import fake_tensors, run_backward
 from zeroshard.train.models.gpt import GPT, GPTConfig
 
 __all__ = ["main"]

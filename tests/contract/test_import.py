@@ -1,5 +1,8 @@
 """`import zeroshard` is light: no extras, no network, no process group, nothing changed behind the user's back."""
 
+import ast
+import importlib
+import importlib.util
 import subprocess
 import sys
 
@@ -162,3 +165,27 @@ def test_the_report_page_is_written_without_torch() -> None:
 def test_a_blocked_extra_is_found() -> None:
     with pytest.raises(AssertionError, match="No module named 'typer'"):
         run(BLOCKED.format(blocked=HEAVY, names=["typer"]))
+
+
+def missing_names(text: str) -> list[str]:
+    """Return what a script imports from the package and the package does not have."""
+    found = []
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "zeroshard":
+            module = importlib.import_module(str(node.module))
+            for alias in node.names:
+                name = f"{node.module}.{alias.name}"
+                is_module = hasattr(module, "__path__") and importlib.util.find_spec(name) is not None
+                if not hasattr(module, alias.name) and not is_module:
+                    found.append(name)
+    return found
+
+
+def test_scripts_import_what_the_package_has() -> None:
+    """No test runs all benchmarks and tools, which a moved function would break unseen."""
+    assert missing_names("from zeroshard.torch_private import check_tracing") == [
+        "zeroshard.torch_private.check_tracing"
+    ]
+    scripts = [path for room in ("benchmarks", "examples", "tools") for path in (REPOSITORY / room).rglob("*.py")]
+    assert len(scripts) > 50
+    assert {str(path): names for path in scripts if (names := missing_names(path.read_text()))} == {}
