@@ -78,9 +78,13 @@ class Cut:
             row = start // self.block
             end = min(stop, (row + 1) * self.block)
             for place in range(self.count):
-                moved = row * self.row_numel + place * self.block - row * self.block
+                moved = self._moved(row, place)
                 yield place, start + moved, end + moved
             start = end
+
+    def _moved(self, row: int, place: int) -> int:
+        """Return how much later the elements of a block lie in the tensor than in the part of the rank at `place`."""
+        return row * (self.row_numel - self.block) + place * self.block
 
     def is_block(self, start: int, stop: int) -> bool:
         """Return whether a chunk [start, stop) is a block of this rank or a part of one, and not whole rows."""
@@ -88,8 +92,7 @@ class Cut:
 
     def local(self, element: int) -> int:
         """Return the element of this rank's part that is an element of the tensor."""
-        row, column = divmod(element, self.row_numel)
-        return row * self.block + column - self.place * self.block
+        return element - self._moved(element // self.row_numel, self.place)
 
     def reads(self, start: int, stop: int) -> Iterator[tuple[int, int, int, int]]:
         """Yield how to read elements [start, stop) of this rank's part: some of them, and elements of the tensor.
@@ -102,7 +105,7 @@ class Cut:
             row = start // self.block
             if self.rows == 1 or not at_once:
                 end = min(stop, (row + 1) * self.block)
-                moved = row * (self.row_numel - self.block) + self.place * self.block
+                moved = self._moved(row, self.place)
                 yield start, end, start + moved, end + moved
             else:
                 end = min(stop, (row + at_once) * self.block)
