@@ -66,7 +66,7 @@ class Item:
         shards = range(offset // layout.shard_numel, (offset + numel - 1) // layout.shard_numel + 1)
         found: list[tuple[int, int, int]] = []
         for shard in shards if numel else ():
-            start, stop = (at - offset for at in layout.overlap(index, *layout.shard_range(shard)))
+            start, stop = _range_of(self.slot, shard)
             parts = [(0, start, stop)] if self.cut is None else self.cut.chunks(start, stop)
             found += [(writers[place][shard], first, last) for place, first, last in parts]
         return sorted(found, key=lambda chunk: chunk[1])
@@ -85,8 +85,7 @@ class Item:
         """
         if self.slot is None or self.cut is None:
             return None
-        layout, place = self.slot.bucket.layout, self.slot.index
-        start, stop = (at - layout.offsets[place] for at in layout.overlap(place, *layout.shard_range(shard)))
+        start, stop = _range_of(self.slot, shard)
         return Part(index, self.cut, start, stop, self.spec.dtype, self.part) if start < stop else None
 
 
@@ -202,6 +201,13 @@ def order_of(slot: Slot) -> tuple[int, ...]:
     # Dimensions of one element may have any stride; their position does not matter.
     moved = [dim for dim in order if shape[dim] > 1]
     return () if moved == sorted(moved) else tuple(order)
+
+
+def _range_of(slot: Slot, shard: int) -> tuple[int, int]:
+    """Return the elements of a parameter, or of this rank's part of it, that lie in a shard of its bucket."""
+    layout, index = slot.bucket.layout, slot.index
+    start, stop = layout.overlap(index, *layout.shard_range(shard))
+    return start - layout.offsets[index], stop - layout.offsets[index]
 
 
 def held_range(slot: Slot) -> tuple[int, int]:
