@@ -403,8 +403,9 @@ class DeviceLanding(Landing):
 class HostLanding(Landing):
     """Gradients that a device leaves on the host: under way until `wait()`.
 
-    The stream of their sums goes on when a copy is over, so that no buffer is used again before it was read. What lies
-    on the host already is added to on the device, in whose order that is right without a wait of the host.
+    The stream of the sums waits for each copy, so no buffer is reused before the copy has read it. A gradient that is
+    already on the host is copied back and added to on the device: the stream keeps that order without a wait of the
+    host.
     """
 
     def __init__(self, device: torch.device) -> None:
