@@ -6,10 +6,13 @@ Note: hints
     Hooks on the gradients of a unit's outputs and inputs signal the begin and end of its backward. They are hints: a
     loss from inside a unit, or an in-place change of a returned view, bypasses them. Correctness does not depend on
     them: unpacking a saved tensor gathers its unit, and the end of the pass releases and reduces the other units.
+    Hooks have a weak reference to what they call: Python's collector cannot see the reference of a graph, which a
+    module that keeps one of its outputs keeps.
 """
 
 from collections.abc import Callable, Sequence
 from typing import Any
+from weakref import WeakMethod
 
 import torch
 
@@ -20,28 +23,31 @@ __all__ = ["hint_begin", "hint_end"]
 
 
 def hint_begin(outputs: Any, units: Sequence[int], begin: Callable[[int], None]) -> None:
-    """Call `begin` with each unit but the root before the backward of a module, once for each output."""
+    """Call the method `begin` with each unit but the root before the backward of a module, once for each output."""
     targets, tensors = _found(outputs, units)
+    living = WeakMethod(begin)
 
     def begin_all(grad: torch.Tensor) -> None:
-        for number in targets:
-            begin(number)
+        if (call := living()) is not None:
+            for number in targets:
+                call(number)
 
     for tensor in tensors:
         tensor.register_hook(begin_all)
 
 
 def hint_end(inputs: Any, units: Sequence[int], end: Callable[[tuple[int, ...]], bool]) -> tuple[int, ...]:
-    """Call `end` with the units but the root after the backward of a module, until it returns True.
+    """Call the method `end` with the units but the root after the backward of a module, until it returns True.
 
     Returns: the units; () if no input can signal that.
     """
     targets, tensors = _found(inputs, units)
-    has_ended = False
+    living, has_ended = WeakMethod(end), False
 
     def end_once(grad: torch.Tensor) -> None:
         nonlocal has_ended
-        has_ended = has_ended or end(targets)
+        call = living()
+        has_ended = has_ended or call is None or call(targets)
 
     for tensor in tensors:
         tensor.register_hook(end_once)
