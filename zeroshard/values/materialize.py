@@ -22,6 +22,7 @@ Note: when a unit is complete
 
 import random
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, final
@@ -127,8 +128,11 @@ def materialize(
     # Initializers write a whole module, even if only a part of it lacks values.
     kept = [(p, p.detach().clone()) for p in model.parameters() if id(p) in ignored and not p.is_meta]
     standins = StandIns(model, share)
-    try:
+    with ExitStack() as at_the_end:
+        at_the_end.callback(_restore, kept)
+        at_the_end.callback(standins.end)
         work = _Work(model, plans, mesh, standins, source)
+        at_the_end.callback(work.unlock)
         for name, module in work.order:
             work.visit(name, module)
             for number in work.ready():
@@ -137,11 +141,11 @@ def materialize(
         for number in work.rest():
             yield from work.give(number)
         standins.split_rest()
-    finally:
-        standins.end()
-        work.unlock()
-        for parameter, values in kept:
-            parameter.detach().copy_(values)
+
+
+def _restore(kept: Sequence[tuple[nn.Parameter, Tensor]]) -> None:
+    for parameter, values in kept:
+        parameter.detach().copy_(values)
 
 
 @dataclass
