@@ -117,7 +117,7 @@ class Sending(nn.Module):
         ({"tensor": 1, "activations": "recompute+partition", "parallelize": None}, "axis 'tensor', but the mesh has"),
         ({"sequence_parallel": True}, "sequence_parallel=True is for shapes"),
         ({"tensor": 4, "parallelize": lambda model, mesh: None}, "tensor=4: no parameter of this Sequential is split"),
-        ({"tensor": 3, "world_size": 3}, r"'0.0.weight' \(256, 64\) cannot be split into 3 equal parts"),
+        ({"tensor": 70, "world_size": 70}, r"'0.0.weight' \(256, 64\) has no part for 6 of 70 ranks"),
     ],
 )
 def test_what_cannot_be_planned_is_refused_by_name(options: dict[str, Any], error: str) -> None:

@@ -19,72 +19,91 @@ from typing import Final, final
 import torch
 
 from zeroshard.checkpoint.values import PIECE_NUMEL, dtype_of
+from zeroshard.core.buffer import Bucket
 from zeroshard.core.engine import Engine
-from zeroshard.core.slot import Slot
+from zeroshard.core.slot import Slot, slot_of
+from zeroshard.table.layout import Layout, plan_layout
 from zeroshard.wire.comm import Tag
 from zeroshard.wire.mesh import Mesh
 
-__all__ = ["Cut", "Part", "RowExchange", "cut_of", "writers_of"]
+__all__ = ["Cut", "Part", "RowExchange", "cut_of", "layouts_of", "writers_of"]
 
 Tensor = torch.Tensor
 WHAT: Final = "the rows of split parameters"
 
 
+Ranges = Sequence[tuple[int, int]]
+"""For each place along "tensor", elements [start, stop) of the part of the rank there."""
+
+
 @final
 @dataclass(frozen=True)
 class Cut:
-    """The split of one tensor over `count` ranks, in the order in which its elements lie in memory.
+    """The split of one tensor over ranks, in the order in which its elements lie in memory.
 
     Args:
         rows: number of rows.
-        block: number of elements that each rank has of a row.
+        blocks: for each place along "tensor", the number of elements that the rank there has of a row.
         place: place of this rank among them.
     """
 
     rows: int
-    block: int
-    count: int
+    blocks: tuple[int, ...]
     place: int
+
+    @property
+    def count(self) -> int:
+        """Number of ranks."""
+        return len(self.blocks)
+
+    @property
+    def block(self) -> int:
+        """Number of elements that this rank has of a row."""
+        return self.blocks[self.place]
 
     @property
     def row_numel(self) -> int:
         """Number of elements of a whole row."""
-        return self.block * self.count
+        return sum(self.blocks)
 
-    def whole_rows(self, start: int, stop: int) -> range:
-        """Return the rows whose blocks elements [start, stop) of each rank's part contain, to be exchanged."""
-        first, last = -(-start // self.block), stop // self.block
-        return range(first, last if self.rows > 1 else first)
+    def whole_rows(self, ranges: Ranges) -> range:
+        """Return the rows whose blocks lie in the ranges of all ranks, to be exchanged."""
+        first = max(-(-start // block) for block, (start, _) in zip(self.blocks, ranges, strict=True))
+        last = min(stop // block for block, (_, stop) in zip(self.blocks, ranges, strict=True))
+        return range(first, max(first, last) if self.rows > 1 else first)
 
-    def chunks(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """Yield who writes what of elements [start, stop) of each rank's part: a place, and elements of the tensor."""
-        whole = self.whole_rows(start, stop)
-        if not whole:
-            yield from self._pieces(start, stop)
-            return
-        yield from self._pieces(start, whole.start * self.block)
-        for place in range(self.count):
-            own = self.share(whole, place)
-            if own:
+    def chunks(self, ranges: Ranges) -> Iterator[tuple[int, int, int]]:
+        """Yield who writes what of the elements in `ranges`: a place, and elements of the tensor."""
+        whole = self.whole_rows(ranges)
+        for place, (start, stop) in enumerate(ranges):
+            block = self.blocks[place]
+            if not whole:
+                yield from self._pieces(place, start, stop)
+                continue
+            yield from self._pieces(place, start, whole.start * block)
+            yield from self._pieces(place, whole.stop * block, stop)
+            if own := self.share(whole, place):
                 yield place, own.start * self.row_numel, own.stop * self.row_numel
-        yield from self._pieces(whole.stop * self.block, stop)
 
     def share(self, whole: range, place: int) -> range:
         """Return the rows that a rank writes."""
         return whole[place * len(whole) // self.count : (place + 1) * len(whole) // self.count]
 
-    def _pieces(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+    def _pieces(self, place: int, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+        block = self.blocks[place]
         while start < stop:
-            row = start // self.block
-            end = min(stop, (row + 1) * self.block)
-            for place in range(self.count):
-                moved = self._moved(row, place)
-                yield place, start + moved, end + moved
+            row = start // block
+            end, moved = min(stop, (row + 1) * block), self._moved(row, place)
+            yield place, start + moved, end + moved
             start = end
+
+    def _before(self, place: int) -> int:
+        """Return the number of elements of a row in front of the block of the rank at `place`."""
+        return sum(self.blocks[:place])
 
     def _moved(self, row: int, place: int) -> int:
         """Return how much later the elements of a block lie in the tensor than in the part of the rank at `place`."""
-        return row * (self.row_numel - self.block) + place * self.block
+        return row * (self.row_numel - self.blocks[place]) + self._before(place)
 
     def is_block(self, start: int, stop: int) -> bool:
         """Return whether a chunk [start, stop) is a block of this rank or a part of one, and not whole rows."""
@@ -120,13 +139,16 @@ class Cut:
         """
         if values.numel() == stop - start:
             return values
-        rows = values.view(-1, self.count, self.block)[:, self.place].reshape(-1)
         before = first // self.row_numel * self.block
-        return rows[start - before : stop - before]
+        return self._own(values)[start - before : stop - before]
 
     def part(self, whole: Tensor) -> Tensor:
         """Return this rank's part of the whole tensor, flat, whose elements lie in the order of the split."""
-        return whole.reshape(self.rows, self.count, self.block)[:, self.place].reshape(-1)
+        return self._own(whole.reshape(-1))
+
+    def _own(self, rows: Tensor) -> Tensor:
+        """Return this rank's blocks of whole rows; both flat."""
+        return rows.view(-1, self.row_numel).narrow(1, self._before(self.place), self.block).reshape(-1)
 
 
 def cut_of(slot: Slot, order: tuple[int, ...], mesh: Mesh) -> Cut | None:
@@ -140,9 +162,22 @@ def cut_of(slot: Slot, order: tuple[int, ...], mesh: Mesh) -> Cut | None:
     split = next((at for at, dim in enumerate(dims) if whole[dim] != local[dim]), None)
     if split is None:
         return None
-    sizes, parts = [whole[dim] for dim in dims], [local[dim] for dim in dims]
-    ranks = mesh.tensor_ranks
-    return Cut(math.prod(sizes[:split]), math.prod(parts[split:]), len(ranks), ranks.index(mesh.rank))
+    size, ranks = whole[dims[split]], mesh.tensor_ranks
+    step, behind = -(-size // len(ranks)), math.prod(local[dim] for dim in dims[split + 1 :])
+    blocks = tuple(min(step, size - at) * behind for at in range(0, step * len(ranks), step))
+    return Cut(math.prod(whole[dim] for dim in dims[:split]), blocks, ranks.index(mesh.rank))
+
+
+def layouts_of(bucket: Bucket, mesh: Mesh) -> list[Layout]:
+    """Return the layout of a bucket at each place along "tensor". They differ where a dimension is split unevenly."""
+    cuts = [
+        (numel, cut_of(slot_of(p), (), mesh)) for numel, p in zip(bucket.layout.numels, bucket.parameters, strict=True)
+    ]
+    spec, found = bucket.spec, []
+    for place in range(len(mesh.tensor_ranks)):
+        numels = [numel if cut is None else cut.rows * cut.blocks[place] for numel, cut in cuts]
+        found.append(plan_layout(numels, bucket.layout.itemsize, bucket.layout.world_size, spec.replicas))
+    return found
 
 
 def writers_of(mesh: Mesh) -> list[tuple[int, ...]]:
@@ -154,18 +189,18 @@ def writers_of(mesh: Mesh) -> list[tuple[int, ...]]:
 @final
 @dataclass(frozen=True)
 class Part:
-    """This rank's elements [start, stop) of a tensor that is split, of which whole rows are exchanged.
+    """A tensor that is split, of which ranks along "tensor" exchange whole rows.
 
     Args:
         index: place of the tensor among all that are saved.
-        values: returns elements [start, stop), flat, which may lie in a file.
+        ranges: the elements that these ranks write.
+        values: returns elements [start, stop) of this rank's part, flat, which may lie in a file.
         dtype: their safetensors name.
     """
 
     index: int
     cut: Cut
-    start: int
-    stop: int
+    ranges: Ranges
     dtype: str
     values: Callable[[int, int], Tensor]
 
@@ -208,16 +243,20 @@ class RowExchange:
     def _exchange(self, parts: Sequence[Part]) -> Iterator[tuple[int, Tensor]]:
         comm, device, turn = self._engine.comm, self._engine.mesh.device, 0
         for part in parts:
-            cut, whole = part.cut, part.cut.whole_rows(part.start, part.stop)
+            cut, whole = part.cut, part.cut.whole_rows(part.ranges)
             own, at_once = cut.share(whole, cut.place), max(1, PIECE_NUMEL // cut.row_numel)
             for first in range(whole.start, whole.stop, at_once):
                 last = min(first + at_once, whole.stop)
-                full = torch.zeros((cut.count, last - first, cut.block), dtype=dtype_of(part.dtype), device=device)
+                shape = cut.count, last - first, max(cut.blocks)
+                full = torch.zeros(shape, dtype=dtype_of(part.dtype), device=device)
                 try:
-                    full[cut.place] = part.values(first * cut.block, last * cut.block).view(-1, cut.block)
+                    full[cut.place, :, : cut.block] = part.values(first * cut.block, last * cut.block).view(
+                        -1, cut.block
+                    )
                 except Exception as error:  # any error: the other ranks wait for this rank's rows
                     self._failure = self._failure or error
                 comm.gather(full.view(-1), Tag(self._number, turn % Tag.BUCKETS, WHAT), "state", "tensor").wait()
                 turn += 1
                 mine = slice(max(own.start, first) - first, max(min(own.stop, last), first) - first)
-                yield part.index, full[:, mine].transpose(0, 1).reshape(-1)
+                blocks = [rows[mine, :block] for rows, block in zip(full, cut.blocks, strict=True)]
+                yield part.index, torch.cat(blocks, 1).view(-1)

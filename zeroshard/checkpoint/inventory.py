@@ -13,12 +13,12 @@ Note: ranges
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch import nn
 
-from zeroshard.checkpoint.cuts import Cut, Part, cut_of
+from zeroshard.checkpoint.cuts import Cut, Part, cut_of, layouts_of
 from zeroshard.checkpoint.manifest import join_state
 from zeroshard.checkpoint.ranges import Spec
 from zeroshard.checkpoint.values import check_key, dtype_name
@@ -26,8 +26,10 @@ from zeroshard.core.engine import Engine
 from zeroshard.core.parameter import ShardedParameter
 from zeroshard.core.slot import Slot, slot_of
 from zeroshard.optim.packed import Packed, tensor_of, views_of
+from zeroshard.table.layout import Layout
 from zeroshard.update.optimizer import ShardedOptimizer, is_cut
 from zeroshard.whole.owned import OwnedState, is_stored, own_state
+from zeroshard.wire.mesh import Mesh
 
 __all__ = ["Item", "aliases_of", "generator_items", "groups_of", "held_range", "model_items", "order_of", "state_items"]
 
@@ -44,6 +46,7 @@ class Item:
         held: the elements that `value` is, of the tensor, or of this rank's part of it where `cut` is not None.
         slot: the parameter whose bucket decides who writes what; None where `owner` writes the whole.
         cut: the split of the tensor over the mesh's axis "tensor".
+        layouts: of the parameter's bucket, on the ranks along "tensor" that write.
     """
 
     spec: Spec
@@ -52,6 +55,7 @@ class Item:
     slot: Slot | None = None
     owner: int = 0
     cut: Cut | None = None
+    layouts: Sequence[Layout] = ()
 
     def chunks(self, writers: Sequence[Sequence[int]]) -> list[tuple[int, int, int]]:
         """Return who writes what: a rank and elements of the tensor, in the order of the elements.
@@ -61,15 +65,18 @@ class Item:
         """
         if self.slot is None:
             return [(self.owner, 0, self.spec.numel)] if self.spec.numel else []
-        layout, index = self.slot.bucket.layout, self.slot.index
-        numel, offset = layout.numels[index], layout.offsets[index]
-        shards = range(offset // layout.shard_numel, (offset + numel - 1) // layout.shard_numel + 1)
         found: list[tuple[int, int, int]] = []
-        for shard in shards if numel else ():
-            start, stop = _range_of(self.slot, shard)
-            parts = [(0, start, stop)] if self.cut is None else self.cut.chunks(start, stop)
+        for shard in sorted({shard for layout in self.layouts for shard in _shards_of(layout, self.slot.index)}):
+            ranges = self._ranges(self.slot, shard)
+            parts = [(0, *ranges[0])] if self.cut is None else self.cut.chunks(ranges)
             found += [(writers[place][shard], first, last) for place, first, last in parts]
         return sorted(found, key=lambda chunk: chunk[1])
+
+    def _ranges(self, slot: Slot, shard: int) -> list[tuple[int, int]]:
+        """Return the elements of the parameter in a shard of its bucket, as each rank along "tensor" counts them."""
+        cuts = (layout.overlap(slot.index, *layout.shard_range(shard)) for layout in self.layouts)
+        offsets = (layout.offsets[slot.index] for layout in self.layouts)
+        return [(start - offset, stop - offset) for offset, (start, stop) in zip(offsets, cuts, strict=True)]
 
     def part(self, start: int, stop: int) -> Tensor:
         """Return elements [start, stop), which this rank must hold, flat; of its part where the tensor is split."""
@@ -85,19 +92,16 @@ class Item:
         """
         if self.slot is None or self.cut is None:
             return None
-        start, stop = _range_of(self.slot, shard)
-        return Part(index, self.cut, start, stop, self.spec.dtype, self.part) if start < stop else None
+        return Part(index, self.cut, self._ranges(self.slot, shard), self.spec.dtype, self.part)
 
 
 def model_items(engine: Engine, model: nn.Module) -> list[Item]:
     """Return parameters (their master values) and persistent buffers."""
-    items = []
+    items, splits = list[Item](), _Splits(engine.mesh)
     for slot in engine.slots.values():
-        bucket, order = slot.bucket, order_of(slot)
-        dtype = dtype_name(bucket.dtypes.master, f"Parameter '{slot.name}'")
-        spec = Spec("model", slot.name, dtype, tuple(slot.shape), order)
-        cut = cut_of(slot, order, engine.mesh)
-        items.append(Item(spec, bucket.master(slot.index).detach(), held_range(slot), slot, cut=cut))
+        dtype = dtype_name(slot.bucket.dtypes.master, f"Parameter '{slot.name}'")
+        spec = Spec("model", slot.name, dtype, tuple(slot.shape), order_of(slot))
+        items.append(splits.item(spec, slot.bucket.master(slot.index).detach(), slot))
     for name, buffer in _buffers(model):
         spec = Spec("model", name, dtype_name(buffer.dtype, f"Buffer '{name}'"), tuple(buffer.shape))
         items.append(Item(spec, buffer.detach(), (0, buffer.numel())))
@@ -112,7 +116,7 @@ def state_items(
     Args:
         owned: what `owned_states` returned.
     """
-    items, first_copy = [], engine.mesh.rows("shard")[0].tolist()
+    items, first_copy, splits = list[Item](), engine.mesh.rows("shard")[0].tolist(), _Splits(engine.mesh)
     for (number, one), of_owners in zip(enumerate(optimizers), owned, strict=True):
         one.source.check()
         for master in one.masters:
@@ -134,8 +138,8 @@ def state_items(
                 check_key(key, f"The state of '{slot.name}' in optimizer {number}")
                 name = join_state(number, key, slot.name)
                 dtype = dtype_name(value.dtype, f"State '{name}'")
-                spec = Spec("state", name, dtype, tuple(slot.shape), order := order_of(slot))
-                items.append(Item(spec, value, held_range(slot), slot, cut=cut_of(slot, order, engine.mesh)))
+                spec = Spec("state", name, dtype, tuple(slot.shape), order_of(slot))
+                items.append(splits.item(spec, value, slot))
     return items
 
 
@@ -203,11 +207,29 @@ def order_of(slot: Slot) -> tuple[int, ...]:
     return () if moved == sorted(moved) else tuple(order)
 
 
-def _range_of(slot: Slot, shard: int) -> tuple[int, int]:
-    """Return the elements of a parameter, or of this rank's part of it, that lie in a shard of its bucket."""
-    layout, index = slot.bucket.layout, slot.index
-    start, stop = layout.overlap(index, *layout.shard_range(shard))
-    return start - layout.offsets[index], stop - layout.offsets[index]
+def _shards_of(layout: Layout, index: int) -> range:
+    """Return the shards that have elements of a parameter."""
+    offset, numel, shard_numel = layout.offsets[index], layout.numels[index], layout.shard_numel
+    return range(offset // shard_numel, (offset + numel - 1) // shard_numel + 1) if numel else range(0)
+
+
+@final
+class _Splits:
+    """How parameters are split over the mesh's axis "tensor"."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+        self._layouts: dict[int, list[Layout]] = {}
+        """Those of each bucket, by its number."""
+
+    def item(self, spec: Spec, value: Tensor | Packed | None, slot: Slot) -> Item:
+        """Return the item of a parameter, or of a state that is cut as its parameter is."""
+        bucket, cut = slot.bucket, cut_of(slot, spec.order, self._mesh)
+        if bucket.number not in self._layouts:
+            self._layouts[bucket.number] = layouts_of(bucket, self._mesh)
+        layouts = self._layouts[bucket.number]
+        # The first rank along the axis writes what all have.
+        return Item(spec, value, held_range(slot), slot, cut=cut, layouts=layouts[:1] if cut is None else layouts)
 
 
 def held_range(slot: Slot) -> tuple[int, int]:

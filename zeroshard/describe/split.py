@@ -43,7 +43,7 @@ def check_buffers(model: nn.Module) -> None:
 
 
 def check_placement(name: str, parameter: Tensor, ranks: int) -> None:
-    """Raise unless a DTensor is split into equal parts over an axis, or replicated.
+    """Raise unless a DTensor is split over an axis, with a part on each rank, or replicated.
 
     Args:
         name: name of the parameter.
@@ -58,9 +58,13 @@ def check_placement(name: str, parameter: Tensor, ranks: int) -> None:
     (placement,) = parameter.placements
     if type(placement) not in (Shard, Replicate):
         raise ValueError(f"Parameter '{name}' has placement {placement}; supported placements are Shard and Replicate.")
-    if isinstance(placement, Shard) and parameter.shape[placement.dim] % ranks:
+    if not isinstance(placement, Shard):
+        return
+    size = parameter.shape[placement.dim]
+    step = -(-size // ranks)
+    if size and (without := ranks - -(-size // step)):
         raise ValueError(
-            f"Parameter '{name}' {tuple(parameter.shape)} cannot be split into {ranks} equal parts along dimension "
-            f"{placement.dim}, so ranks would have buckets of different sizes. Pad that dimension to a multiple of "
-            f"{ranks}, or remove the layer from the parallelize plan."
+            f"Parameter '{name}' {tuple(parameter.shape)} has no part for {without} of {ranks} ranks: torch gives "
+            f"each up to {step} of the {size} indices of dimension {placement.dim}. Remove the layer from the "
+            "parallelize plan, or split over fewer ranks."
         )

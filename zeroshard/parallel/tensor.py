@@ -61,8 +61,7 @@ class DTensorForm(Form):
         super().__init__(has_axis=True, is_alike=is_alike, is_first=is_first)
         self._mesh, self._placements = parameter.device_mesh, parameter.placements
         self._shape, self._stride = parameter.shape, parameter.stride()
-        # model.to() and half() swap the inner tensors of a DTensor; torch refuses that if a weak reference exists.
-        self._guard = weakref.ref(parameter)
+        self._guard: weakref.ref[Tensor] | None = None
 
     @property
     def classes(self) -> tuple[type[ShardedParameter], type[ShardedParameter]]:
@@ -102,6 +101,8 @@ class DTensorForm(Form):
     def point(self, parameter: Tensor, part: Tensor) -> None:
         """Make `part` the local tensor."""
         assert isinstance(parameter, DTensor)
+        # model.to() and half() swap the inner tensors of a DTensor; torch refuses that if a weak reference exists.
+        self._guard = weakref.ref(parameter)
         joined = self.join(part.detach())
         parameter.data = joined  # sets only the dtype
         set_local(parameter, part, joined)
@@ -137,8 +138,3 @@ def _check(name: str, parameter: DTensor, mesh: Mesh) -> None:
             "and do not call fully_shard(), which zs.shard() replaces."
         )
     check_placement(name, parameter, len(ranks))
-    if parameter.is_meta:
-        raise ValueError(
-            f"Parameter '{name}' is a DTensor on the meta device. Build the model with values and parallelize it, or "
-            "call model.to_empty() and initialize or load it before zs.shard()."
-        )

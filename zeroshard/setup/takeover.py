@@ -24,7 +24,7 @@ from zeroshard.store.ahead import Waitable
 from zeroshard.store.stores import Stores
 from zeroshard.table.schedule import ROOT
 from zeroshard.table.trace import Ledger, Trace
-from zeroshard.torch_private import NoFunctionTransforms, accept_in_foreach
+from zeroshard.torch_private import NoFunctionTransforms, accept_in_foreach, local_of
 from zeroshard.values.materialize import materialize
 from zeroshard.wire.comm import Comm, Tag
 
@@ -60,13 +60,15 @@ def build(
     accept_in_foreach(LogicalGradient, MasterGradient, MasterSlice)
     model, made = described.model, dict[int, Unit]()
     unset = [(name, p) for name, p in model.named_parameters() if id(p) in described.ignored and p.is_meta]
-    for number in materialize(model, described.plans, described.mesh, described.source, described.ignored):
+    share = partial(comm.broadcast, kind="start")
+    for number in materialize(model, described.plans, described.mesh, share, described.source, described.ignored):
         made[number] = _make_unit(number, described, comm, ledger, stores)
         # Each unit is taken over and released before the next: at most one unit exists twice, and of a model on another
         # device, at most one unit besides the shards is on the rank's device.
         _take_over(made[number], described.plans[number], described.forms, comm)
     for name, parameter in unset:
-        comm.broadcast(parameter.data, f"the ignored parameter '{name}'", "start")
+        own = local_of(parameter.data)
+        comm.broadcast(own, f"the ignored parameter '{name}'", "start", is_part=own.shape != parameter.shape)
     for name, tensor in model.named_buffers():
         if tensor.device != described.mesh.device:
             tensor.data = tensor.data.to(described.mesh.device)

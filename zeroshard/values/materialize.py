@@ -9,6 +9,9 @@ Note: order
     constructors finish. The draws from torch's generator therefore equal those of `model.to_empty(...)` and
     `model.apply(initializer)` in one process, and the values are equal bit for bit. (A module object registered in
     two places is visited once.)
+Note: split parameters
+    Where torch has split parameters on the meta device, plain ones stand in for them until their unit is complete
+    (`standins.py`). A rank thus holds a unit whole, and then its own part.
 Note: when a unit is complete
     An initializer may write to submodules: blocks scale a weight, T5 draws its embedding again from the root. All
     initializers therefore run on the meta device first, at no cost, to record the parameters that each touches. A unit
@@ -19,6 +22,7 @@ Note: when a unit is complete
 
 import random
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, final
@@ -28,11 +32,13 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from zeroshard.core.parameter import METADATA, ReleasedParameter, ShardedParameter
+from zeroshard.core.parameter import METADATA
+from zeroshard.core.slot import slot_of
 from zeroshard.describe.units import UnitPlan
 from zeroshard.torch_private import version_of
 from zeroshard.tree import find
 from zeroshard.values.conversion import is_of_transformers
+from zeroshard.values.standins import Share, StandIns
 from zeroshard.values.weights import Weights, own_tensors, tensors_of
 from zeroshard.wire.mesh import Mesh
 
@@ -95,6 +101,7 @@ def materialize(
     model: nn.Module,
     plans: Sequence[UnitPlan],
     mesh: Mesh,
+    share: Share,
     source: Weights | InitFn | None = None,
     ignored: Collection[int] = (),
 ) -> Iterator[int]:
@@ -104,6 +111,7 @@ def materialize(
     Only rank 0 reads values from files; the other ranks receive them from rank 0.
 
     Args:
+        share: gives all ranks the values of rank 0 of a parameter that torch has split.
         ignored: parameters in no unit, by identity; existing values are kept.
         source: a function that initializes the tensors of a module, or the files to read. Without a function,
             Transformers' `_init_weights` initializes its models, and `reset_parameters` the other modules; with
@@ -119,21 +127,25 @@ def materialize(
         return
     # Initializers write a whole module, even if only a part of it lacks values.
     kept = [(p, p.detach().clone()) for p in model.parameters() if id(p) in ignored and not p.is_meta]
-    work = _Work(model, plans, mesh, source)
-    try:
+    standins = StandIns(model, share)
+    with ExitStack() as at_the_end:
+        at_the_end.callback(_restore, kept)
+        at_the_end.callback(standins.end)
+        work = _Work(model, plans, mesh, standins, source)
+        at_the_end.callback(work.unlock)
         for name, module in work.order:
             work.visit(name, module)
             for number in work.ready():
-                yield number
-                work.lock(number)
+                yield from work.give(number)
         work.check_all_written()
         for number in work.rest():
-            yield number
-            work.lock(number)
-    finally:
-        work.unlock()
-        for parameter, values in kept:
-            parameter.detach().copy_(values)
+            yield from work.give(number)
+        standins.split_rest()
+
+
+def _restore(kept: Sequence[tuple[nn.Parameter, Tensor]]) -> None:
+    for parameter, values in kept:
+        parameter.detach().copy_(values)
 
 
 @dataclass
@@ -143,13 +155,14 @@ class _Work:
     model: nn.Module
     plans: Sequence[UnitPlan]
     mesh: Mesh
+    standins: StandIns
     source: Weights | InitFn | None
     order: list[tuple[str, nn.Module]] = field(default_factory=list)
     _waits: list[set[int]] = field(default_factory=list)
     """For each unit, the modules to visit before it is complete, by identity."""
     _unwritten: dict[int, tuple[Tensor, int]] = field(default_factory=dict)
     """By identity: a tensor that an initializer must write, and its version after it was blanked."""
-    _locked: list[nn.Parameter] = field(default_factory=list)
+    _locked: list[tuple[nn.Parameter, type[nn.Parameter]]] = field(default_factory=list)
     _done: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -162,7 +175,7 @@ class _Work:
         self._meta = {id(m) for m in self.model.modules() if is_on_meta(m)}
         touches = self._foresee()
         for plan in self.plans:
-            mine = {id(parameter) for _, parameter in plan.parameters}
+            mine = {id(self.standins.of(parameter)) for _, parameter in plan.parameters}
             held = {id(m) for _, m in self.order if any(id(p) in mine for p in m._parameters.values())}
             self._waits.append(held | {module for module, touched in touches.items() if touched & mine})
 
@@ -252,11 +265,12 @@ class _Work:
                 yield number
 
     def _is_written(self, number: int) -> bool:
-        identities = [id(p) for _, p in self.plans[number].parameters if id(p) in self._unwritten]
+        identities = [id(self.standins.of(p)) for _, p in self.plans[number].parameters]
         for identity in identities:
-            if not _is_written(*self._unwritten[identity]):
-                return False
-            del self._unwritten[identity]
+            if identity in self._unwritten:
+                if not _is_written(*self._unwritten[identity]):
+                    return False
+                del self._unwritten[identity]
         return True
 
     def rest(self) -> list[int]:
@@ -277,17 +291,20 @@ class _Work:
                         "modules), or give weights= a directory."
                     )
 
-    def lock(self, number: int) -> None:
-        """Raise on late writes to a unit."""
+    def give(self, number: int) -> Iterator[int]:
+        """Yield a unit that is complete; later writes to its parameters raise."""
+        self.standins.split(self.plans[number].parameters)
+        yield number
         for _, parameter in self.plans[number].parameters:
-            if parameter.__class__ is ShardedParameter:
-                parameter.__class__ = ReleasedParameter
-                self._locked.append(parameter)
+            gathered, released = slot_of(parameter).form.classes
+            if parameter.__class__ is gathered:
+                parameter.__class__ = released
+                self._locked.append((parameter, gathered))
 
     def unlock(self) -> None:
         """Restore access to units that are kept whole."""
-        for parameter in self._locked:
-            parameter.__class__ = ShardedParameter
+        for parameter, gathered in self._locked:
+            parameter.__class__ = gathered
 
 
 def _where(name: str, module: nn.Module) -> str:
