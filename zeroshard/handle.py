@@ -42,6 +42,7 @@ from zeroshard.join.start import accepted_by_all, everybody_at, told_to_others
 from zeroshard.optim.admission import check_optimizers
 from zeroshard.optim.keeps import kept_by
 from zeroshard.parallel.pipe import check_places, norms_over, stage_check
+from zeroshard.parallel.standins import StandIns
 from zeroshard.report.profile import Profile
 from zeroshard.setup.automatic import free_bytes
 from zeroshard.setup.equal import check_equal, check_mesh, facts_of, facts_of_optimizer, tell_refusal
@@ -245,7 +246,7 @@ def shard_over(asked: Request, joined: Mesh, make_comm: MakeComm) -> "Zero":
     cell, plans = described.row.activations, described.plans
     dtypes = {name: parameter.dtype for plan in plans for name, parameter in plan.parameters}
     treatment = treatment_of(cell, plans, axis_of(comm), ledger)
-    engine = build(described, comm, ledger, treatment, stores)
+    engine = build(described, comm, ledger, treatment, stores, StandIns)
     if pipe is not None:
         engine.norms_of_places = norms_over(engine, elsewhere)
     elif domain.launched > 1:

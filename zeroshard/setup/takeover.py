@@ -25,7 +25,7 @@ from zeroshard.store.stores import Stores
 from zeroshard.table.schedule import ROOT
 from zeroshard.table.trace import Ledger, Trace
 from zeroshard.torch_private import NoFunctionTransforms, accept_in_foreach, local_of
-from zeroshard.values.materialize import materialize
+from zeroshard.values.materialize import Share, StandIns, materialize
 from zeroshard.wire.comm import Comm, Tag
 
 __all__ = ["axis_of", "build", "move_states", "spread"]
@@ -47,11 +47,13 @@ def build(
     ledger: Ledger,
     treatment: Treatment | None,
     stores: Stores,
+    standins: Callable[[torch.nn.Module, Share], StandIns],
 ) -> Engine:
     """Take over a model unit by unit, and return its engine, without hooks.
 
     Args:
         stores: the memories of the model's state.
+        standins: see `materialize`.
 
     Collective: broadcast of parameters and buffers from rank 0; every rank must call.
     """
@@ -60,8 +62,8 @@ def build(
     accept_in_foreach(LogicalGradient, MasterGradient, MasterSlice)
     model, made = described.model, dict[int, Unit]()
     unset = [(name, p) for name, p in model.named_parameters() if id(p) in described.ignored and p.is_meta]
-    share = partial(comm.broadcast, kind="start")
-    for number in materialize(model, described.plans, described.mesh, share, described.source, described.ignored):
+    placed = standins(model, partial(comm.broadcast, kind="start"))
+    for number in materialize(model, described.plans, described.mesh, placed, described.source, described.ignored):
         made[number] = _make_unit(number, described, comm, ledger, stores)
         # Each unit is taken over and released before the next: at most one unit exists twice, and of a model on another
         # device, at most one unit besides the shards is on the rank's device.

@@ -11,7 +11,7 @@ Note: order
     two places is visited once.)
 Note: split parameters
     Where torch has split parameters on the meta device, plain ones stand in for them until their unit is complete
-    (`standins.py`). A rank thus holds a unit whole, and then its own part.
+    (`parallel/standins.py`). A rank thus holds a unit whole, and then its own part.
 Note: when a unit is complete
     An initializer may write to submodules: blocks scale a weight, T5 draws its embedding again from the root. All
     initializers therefore run on the meta device first, at no cost, to record the parameters that each touches. A unit
@@ -25,7 +25,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, final
+from typing import Any, Protocol, final
 
 import numpy as np
 import torch
@@ -38,14 +38,30 @@ from zeroshard.describe.units import UnitPlan
 from zeroshard.torch_private import version_of
 from zeroshard.tree import find
 from zeroshard.values.conversion import is_of_transformers
-from zeroshard.values.standins import Share, StandIns
 from zeroshard.values.weights import Weights, own_tensors, tensors_of
 from zeroshard.wire.mesh import Mesh
 
-__all__ = ["InitFn", "Weights", "check_source", "is_on_meta", "materialize"]
+__all__ = ["InitFn", "Share", "StandIns", "Weights", "check_source", "is_on_meta", "materialize"]
 
 Tensor = torch.Tensor
 InitFn = Callable[[nn.Module], object]
+
+
+Share = Callable[[Tensor, str], None]
+"""Overwrites a tensor with the values of rank 0; takes what it is, for errors. Collective: broadcast."""
+
+
+class StandIns(Protocol):
+    """Plain parameters in the place of those that torch has split: see `parallel/standins.py`."""
+
+    def of(self, parameter: nn.Parameter) -> nn.Parameter:
+        """Return what stands in for a parameter, or the parameter itself."""
+
+    def split(self, parameters: Sequence[tuple[str, nn.Parameter]] | None = None) -> None:
+        """Give parameters their parts of the values, and put them back; by default all that are left."""
+
+    def end(self) -> None:
+        """Put all parameters back, without values."""
 
 
 def is_on_meta(model: nn.Module) -> bool:
@@ -101,7 +117,7 @@ def materialize(
     model: nn.Module,
     plans: Sequence[UnitPlan],
     mesh: Mesh,
-    share: Share,
+    standins: StandIns,
     source: Weights | InitFn | None = None,
     ignored: Collection[int] = (),
 ) -> Iterator[int]:
@@ -111,7 +127,7 @@ def materialize(
     Only rank 0 reads values from files; the other ranks receive them from rank 0.
 
     Args:
-        share: gives all ranks the values of rank 0 of a parameter that torch has split.
+        standins: of the model; put back at the end.
         ignored: parameters in no unit, by identity; existing values are kept.
         source: a function that initializes the tensors of a module, or the files to read. Without a function,
             Transformers' `_init_weights` initializes its models, and `reset_parameters` the other modules; with
@@ -127,9 +143,8 @@ def materialize(
         return
     # Initializers write a whole module, even if only a part of it lacks values.
     kept = [(p, p.detach().clone()) for p in model.parameters() if id(p) in ignored and not p.is_meta]
-    standins = StandIns(model, share)
     with ExitStack() as at_the_end:
-        at_the_end.callback(_restore, kept)
+        at_the_end.callback(lambda: [parameter.detach().copy_(values) for parameter, values in kept])
         at_the_end.callback(standins.end)
         work = _Work(model, plans, mesh, standins, source)
         at_the_end.callback(work.unlock)
@@ -140,12 +155,7 @@ def materialize(
         work.check_all_written()
         for number in work.rest():
             yield from work.give(number)
-        standins.split_rest()
-
-
-def _restore(kept: Sequence[tuple[nn.Parameter, Tensor]]) -> None:
-    for parameter, values in kept:
-        parameter.detach().copy_(values)
+        standins.split()
 
 
 @dataclass

@@ -4,7 +4,7 @@ Owns the exchange of the two in modules. It must not know units or initializers.
 draws the numbers of a model that is not split, and a rank keeps its part of them.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, final
 
 import torch
@@ -12,11 +12,9 @@ from torch import nn
 
 from zeroshard.describe.split import like_split
 from zeroshard.torch_private import has_split
+from zeroshard.values.materialize import Share
 
-__all__ = ["Share", "StandIns"]
-
-Share = Callable[[torch.Tensor, str], None]
-"""Overwrites a tensor with the values of rank 0; takes what it is, for errors. Collective: broadcast."""
+__all__ = ["StandIns"]
 
 
 @final
@@ -46,11 +44,16 @@ class StandIns:
         """Return what stands in for a parameter, or the parameter itself."""
         return self._made.get(id(parameter), (parameter, parameter))[1]
 
-    def split(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
+    def split(self, parameters: Iterable[tuple[str, nn.Parameter]] | None = None) -> None:
         """Give parameters, by name, their parts of the whole values of rank 0, and put them back.
+
+        Args:
+            parameters: by default all that are left.
 
         Collective: a broadcast for each split parameter; every rank must use the same parameters.
         """
+        if parameters is None:
+            parameters = [("an ignored parameter", parameter) for parameter, _ in self._made.values()]
         for name, parameter in parameters:
             if (found := self._made.pop(id(parameter), None)) is not None:
                 whole = found[1].detach()
@@ -60,10 +63,6 @@ class StandIns:
                 self._share(whole, f"the first values of '{name}'")
                 _set_part(parameter, whole)
                 del whole
-
-    def split_rest(self) -> None:
-        """Do the same for parameters that are in no unit."""
-        self.split([("an ignored parameter", parameter) for parameter, _ in self._made.values()])
 
     def end(self) -> None:
         """Put all parameters back, without values."""
