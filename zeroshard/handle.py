@@ -618,8 +618,7 @@ class Zero:
         """
         if any(one.is_swapped for one in self._averages):
             raise RuntimeError(f"{self.mesh} zero.detach() inside swapped() of an average: leave the context first.")
-        if self.mesh.pipe is None:  # a mesh with a pipe has no saves
-            self._saver.wait("zero.detach()")
+        self._saver.wait("zero.detach()")
         detach(self._engine, self._sharded, self._dtypes, to=to, dtype=dtype, room_bytes=self._settings.device_bytes)
         vars(self).clear()
 

@@ -7,8 +7,8 @@ Note: ranges
     A parameter lies in its bucket in its own order of dimensions, so elements [a, b) of the bucket are elements
     [a - offset, b - offset) of the tensor in that order, or of this rank's part if the mesh splits the tensor
     (`cuts.py`). The optimizer's states are cut as the master values are. What every rank has whole (stage 0, buffers)
-    has one writer: of the bucket its shard's owner, of buffers rank 0. States of a parameter that is updated whole are
-    tensors of any shape, and lie wholly on the rank that updates it.
+    has one writer: of the bucket its shard's owner, of buffers rank 0 (the first rank at a place of a pipe). States of
+    a parameter that is updated whole are tensors of any shape, and lie wholly on the rank that updates it.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zeroshard.checkpoint.cuts import Cut, Part, cut_of
+from zeroshard.checkpoint.cuts import Cut, Part, cut_of, ranks_here
 from zeroshard.checkpoint.manifest import join_state
 from zeroshard.checkpoint.ranges import Spec
 from zeroshard.checkpoint.values import check_key, dtype_name
@@ -43,7 +43,9 @@ class Item:
             each request for a part.
         held: the elements that `value` is, of the tensor, or of this rank's part of it where `cut` is not None.
         slot: the parameter whose bucket decides who writes what; None where `owner` writes the whole.
+        owner: a rank, as all places of a pipe count them.
         cut: the split of the tensor over the mesh's axis "tensor".
+        elsewhere: what `chunks` returns for a tensor that another place of a pipe writes.
     """
 
     spec: Spec
@@ -52,6 +54,7 @@ class Item:
     slot: Slot | None = None
     owner: int = 0
     cut: Cut | None = None
+    elsewhere: tuple[tuple[int, int, int], ...] = ()
 
     def chunks(self, writers: Sequence[Sequence[int]]) -> list[tuple[int, int, int]]:
         """Return who writes what: a rank and elements of the tensor, in the order of the elements.
@@ -60,7 +63,8 @@ class Item:
             writers: the ranks that write, by their places along "tensor" and along "shard".
         """
         if self.slot is None:
-            return [(self.owner, 0, self.spec.numel)] if self.spec.numel else []
+            own = [(self.owner, 0, self.spec.numel)] if self.spec.numel and not self.elsewhere else []
+            return own + list(self.elsewhere)
         layout, index = self.slot.bucket.layout, self.slot.index
         numel, offset = layout.numels[index], layout.offsets[index]
         shards = range(offset // layout.shard_numel, (offset + numel - 1) // layout.shard_numel + 1)
@@ -75,6 +79,11 @@ class Item:
         """Return elements [start, stop), which this rank must hold, flat; of its part where the tensor is split."""
         assert self.value is not None, f"{self.spec.name} is requested from a rank that does not hold it"
         return tensor_of(self.value).detach().reshape(-1)[start - self.held[0] : stop - self.held[0]]
+
+    def range_of(self, shard: int) -> tuple[int, int]:
+        """Return the elements of the tensor, or of this rank's part of it, that lie in a shard of its bucket."""
+        assert self.slot is not None, f"{self.spec.name} lies in no bucket"
+        return _range_of(self.slot, shard)
 
     def exchanged(self, index: int, shard: int) -> Part | None:
         """Return the part of which ranks along "tensor" exchange whole rows; None if the tensor is not split.
@@ -100,7 +109,7 @@ def model_items(engine: Engine, model: nn.Module) -> list[Item]:
         items.append(Item(spec, bucket.master(slot.index).detach(), held_range(slot), slot, cut=cut))
     for name, buffer in _buffers(model):
         spec = Spec("model", name, dtype_name(buffer.dtype, f"Buffer '{name}'"), tuple(buffer.shape))
-        items.append(Item(spec, buffer.detach(), (0, buffer.numel())))
+        items.append(Item(spec, buffer.detach(), (0, buffer.numel()), owner=ranks_here(engine.mesh)[0]))
     return items
 
 
@@ -112,7 +121,8 @@ def state_items(
     Args:
         owned: what `owned_states` returned.
     """
-    items, first_copy = [], engine.mesh.rows("shard")[0].tolist()
+    here = ranks_here(engine.mesh)
+    items, first_copy = [], [here[rank] for rank in engine.mesh.rows("shard")[0].tolist()]
     for (number, one), of_owners in zip(enumerate(optimizers), owned, strict=True):
         one.source.check()
         for master in one.masters:
@@ -146,10 +156,11 @@ def generator_items(engine: Engine, own: dict[str, Tensor]) -> list[Item]:
         own: this rank's, by name.
     """
     items = []
-    for rank in range(engine.mesh.world_size):
+    mesh = engine.mesh.across
+    for rank in range(mesh.world_size):
         for name, state in own.items():
             spec = Spec("rng", f"rng/{rank}/{name}", "U8", (state.numel(),))
-            value = state if rank == engine.mesh.rank else None
+            value = state if rank == mesh.rank else None
             items.append(Item(spec, value, (0, state.numel() if value is not None else 0), owner=rank))
     return items
 
