@@ -88,7 +88,6 @@ Layout = tuple[tuple[tuple[str, int], ...], int, int]
 AXES: list[tuple[tuple[str, int], ...]] = [
     (("pipe", 2), ("shard", 2)),
     (("shard", 2), ("pipe", 2)),
-    (("pipe", 2), ("replicate", 2), ("shard", 1)),
     (("pipe", 2), ("tensor", 2)),
     (("shard", 2), ("tensor", 2)),
     (("pipe", 2), ("shard", 1)),
@@ -97,9 +96,7 @@ AXES: list[tuple[tuple[str, int], ...]] = [
     (("shard", 2),),
 ]
 LAYOUTS: list[Layout] = [
-    (axes, stage, 1 + (stage + place) % 3)
-    for place, axes in enumerate(AXES)
-    for stage in range(1 if "replicate" in dict(axes) else 4)
+    (axes, stage, 1 + (stage + place) % 3) for place, axes in enumerate(AXES) for stage in range(4)
 ]
 PIPES = [layout for layout in LAYOUTS if "pipe" in dict(layout[0])]
 
@@ -188,8 +185,10 @@ def move(folder: str, kind: str, pairs: list[tuple[Layout, Layout]], options: di
     return result
 
 
-def check_moves(tmp_path: Path, kind: str, pairs: list[tuple[Layout, Layout]], **options: Any) -> None:
-    by_rank = run_ranks(move, WORLD, str(tmp_path), kind, pairs, options, timeout_s=TIMEOUT_S * (1 + len(pairs) // 8))
+def check_moves(
+    tmp_path: Path, kind: str, pairs: list[tuple[Layout, Layout]], world: int = WORLD, **options: Any
+) -> None:
+    by_rank = run_ranks(move, world, str(tmp_path), kind, pairs, options, timeout_s=TIMEOUT_S * (1 + len(pairs) // 8))
     for number, pair in enumerate(pairs):
         verify(path := tmp_path / f"step-{number}")
         alone = Run(None, ((), 1, 0), kind, seed=3)
@@ -217,6 +216,13 @@ def drawn(kind: str, count: int) -> list[tuple[Layout, Layout]]:
 def test_any_layout_is_read_by_any_other(kind: str, tmp_path: Path) -> None:
     """30 moves of each kind of optimizers; a rotation has five of them."""
     check_moves(tmp_path, kind, drawn(kind, 30) if is_whole() else third(drawn(kind, 30))[1:6])
+
+
+@pytest.mark.rotates
+def test_three_axes_on_eight_ranks(tmp_path: Path) -> None:
+    copies, parts = (("pipe", 2), ("replicate", 2), ("shard", 2)), (("shard", 2), ("pipe", 2), ("tensor", 2))
+    pairs = [((copies, 1, 1), (parts, 3, 3)), ((parts, 0, 2), (copies, 2, 1))]
+    check_moves(tmp_path, "momentum", pairs, 8)
 
 
 def test_offload_and_messages(tmp_path: Path) -> None:
