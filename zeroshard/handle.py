@@ -238,10 +238,13 @@ def shard_over(asked: Request, joined: Mesh, make_comm: MakeComm) -> "Zero":
         comm = make_comm(described.mesh, settings, ledger)
         if (pipe := described.mesh.pipe) is not None:
             comm.span(make_comm(pipe, dataclasses.replace(settings, shared_memory=False), Ledger()))
-    check_equal(described.mesh, comm, facts_of(described, VERSION))
-    elsewhere = frozenset[str]() if pipe is None else check_places(described, comm, VERSION)
+    elsewhere = frozenset[str]()
+    if pipe is None:
+        check_equal(described.mesh, comm, facts_of(described, VERSION))
+    else:
+        elsewhere = check_places(described, comm, VERSION)
     check_torch()
-    with accepted_by_all(described.mesh, "zs.shard()"):
+    with accepted_by_all(described.mesh.across, "zs.shard()"):
         stores = make_stores(described)
     cell, plans = described.row.activations, described.plans
     dtypes = {name: parameter.dtype for plan in plans for name, parameter in plan.parameters}
@@ -619,8 +622,7 @@ class Zero:
         """
         if any(one.is_swapped for one in self._averages):
             raise RuntimeError(f"{self.mesh} zero.detach() inside swapped() of an average: leave the context first.")
-        if self.mesh.pipe is None:  # a mesh with a pipe has no saves
-            self._saver.wait("zero.detach()")
+        self._saver.wait("zero.detach()")
         detach(self._engine, self._sharded, self._dtypes, to=to, dtype=dtype, room_bytes=self._settings.device_bytes)
         vars(self).clear()
 

@@ -4,6 +4,7 @@ The schedule here is the plainest one, a message forward and one back. The oracl
 """
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -206,6 +207,7 @@ def places_differ() -> dict[str, str]:
     torch.manual_seed(place)
     found["reduction"] = raised(lambda: shard(build(mesh), reduction=("mean", "sum")[place]))
     found["shapes"] = raised(lambda: shard(nn.Sequential(nn.Linear(4, 4 + place))))
+    found["modules"] = raised(lambda: shard(nn.ModuleDict({f"{place}": nn.Linear(4, 4 + (dist.get_rank() == 3))})))
     torch.manual_seed(place)
     found["values"] = raised(lambda: shard(nn.Sequential(nn.Linear(4, 4))))
     for case in ("rate", "step", "norm"):
@@ -221,7 +223,6 @@ def places_differ() -> dict[str, str]:
     part = build(mesh)
     zero = shard(part)
     found["agree"] = str([zero.agree(rank != dist.get_rank()) for rank in range(5)])
-    found["save"] = raised(lambda: zero.save("nowhere"))
     run_pass(part, mesh, 0, zero.mesh.rank)
     found["single"] = raised(lambda: nn.utils.clip_grad_norm_(part.parameters(), 1.0, foreach=False))
     return found
@@ -229,13 +230,13 @@ def places_differ() -> dict[str, str]:
 
 DIFFER = {
     "reduction": r"rank 0: options: .*reduction=mean.*\n.*\n  rank 2: options: .*reduction=sum",
-    "shapes": r"Places 0 and 1 of the pipe both have a parameter '0\.\w+', here \(\d.*there \(",
-    "values": r"both have a parameter '0\.\w+', here \(4.* with checksum .*Keep the names",
+    "shapes": r"Places 0 and 1 of the pipe both have a parameter '0\.\w+': \(4.* on rank\(s\) 0, 1, and \(5.* 2, 3\.",
+    "modules": r"(?s)given different models, options or versions.*rank 2: .*\(4, 4\).*rank 3: .*\(5, 4\)",
+    "values": r"both have a parameter '0\.\w+': \(4.* with checksum .*Keep the names",
     "rate": r"different places of the program:\n(.*\n)*.*lr \[0\.1\](.*\n)*.*lr \[0\.2\]",
     "step": r"(?s)different places of the program:.*step 0 of optimizer 0.*agree",
     "norm": r"(?s)different places of the program:.*a 2-norm over the places of the pipe.*agree",
     "agree": r"\[False, False, False, False, True\]",
-    "save": r"a checkpoint of a mesh with an axis 'pipe' is not written",
     "single": r"The norm of one gradient \('\S+'\) says nothing of other places",
 }
 
@@ -245,6 +246,44 @@ def test_what_differs_between_places_is_one_error() -> None:
         for case, words in DIFFER.items():
             assert re.search(words, found[case]), (case, found[case])
             assert case == "agree" or f"[rank {rank}/4: pipe {rank // 2}, shard {rank % 2}]" in found[case], found[case]
+
+
+# -- what is about one place ------------------------------------------------------------------------------------------
+
+
+def use_handle(folder: str) -> dict[str, Any]:
+    """Use what the handle offers besides steps; return what each rank sees."""
+    mesh, found = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipe", "shard")), dict[str, Any]()
+    part, place = build(mesh), mesh.get_local_rank("pipe")
+    optimizer = torch.optim.AdamW(part.parameters(), lr=0.1)
+    zero = zs.shard(part, optimizer, stage=2, mesh=mesh, settings=settings())
+    average, before = zero.ema(0.5), [one.detach().clone() for one in part.parameters()]
+    run_pass(part, mesh, 0, zero.mesh.rank)
+    optimizer.step()
+    average.update()
+    after = [one.detach().clone() for one in part.parameters()]
+    with average.swapped():
+        values = zip(part.parameters(), before, after, strict=True)
+        found["average"] = all(torch.equal(one, torch.lerp(old, new, 0.5)) for one, old, new in values)
+    found["decay"] = raised(lambda: zero.ema(0.5 + 0.25 * place))
+    found["first"] = []
+    for _ in zero.on_first_rank(states=True):
+        states = optimizer.state_dict()["state"]
+        found["first"] = [len(part.state_dict()), len(states), states[0]["exp_avg"].shape == before[0].shape]
+    zero.offload_states()
+    zero.reload_states()
+    zero.check_copies()
+    path = zero.save(f"{folder}/step-1", asynchronous=True)
+    zero.detach()
+    found["saved"] = zs.latest(folder) == path
+    return found
+
+
+def test_the_handle_of_a_place(tmp_path: Path) -> None:
+    for rank, found in enumerate(run_ranks(use_handle, 4, str(tmp_path), timeout_s=TIMEOUT_S)):
+        assert found["average"] and found["saved"]
+        assert re.search(r"(?s)different places of the program:.*decay=0\.5\).*decay=0\.75\)", found["decay"])
+        assert found["first"] == ([14, 14, True] if rank % 2 == 0 else [])
 
 
 # -- torch's stages ---------------------------------------------------------------------------------------------------

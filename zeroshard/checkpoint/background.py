@@ -58,7 +58,7 @@ class Snapshot:
         Args:
             rows: the exchange of this save.
         """
-        mesh = plan.mesh
+        mesh = plan.mesh.across
         nbytes = sum(map(plan.nbytes_of, plan.files_of(mesh.rank)))
         if self._memory.numel() < nbytes:
             self._memory = _host_memory(nbytes, pinned=mesh.device.type == "cuda")

@@ -30,13 +30,14 @@ from zeroshard.update.optimizer import ShardedOptimizer
 from zeroshard.whole.owned import OwnedState
 from zeroshard.wire.mesh import Mesh
 
-__all__ = ["ADVICE", "COMMITTED", "LOOK", "Plan", "agree_on", "make_plan"]
+__all__ = ["ADVICE", "COMMITTED", "INTEGERS", "LOOK", "Plan", "agree_on", "make_plan"]
 
 ADVICE: Final = "Nothing was committed, and checkpoints from before are as they were."
 LOOK: Final = "Look with `zeroshard checkpoint ls` whether it is there."
 COMMITTED: Final = "The new one is committed."
 LEAST_KEPT: Final = 2
-_INTEGERS: Final = MappingProxyType({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64})
+INTEGERS: Final = MappingProxyType({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64})
+"""The integers that have the bits of a tensor's elements, by the bytes of an element."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ class Plan:
     @property
     def world_size(self) -> int:
         """Number of ranks that save."""
-        return self.mesh.world_size
+        return self.mesh.across.world_size
 
     @property
     def nbytes(self) -> int:
@@ -105,7 +106,7 @@ class Plan:
     def exchange(self, engine: Engine) -> RowExchange:
         """Return the exchange of rows that must surround the calls of `values`. Every rank must call."""
         mesh = self.mesh
-        is_writer = any(mesh.rank in ranks for ranks in writers_of(mesh))
+        is_writer = any(mesh.across.rank in ranks for ranks in writers_of(mesh))
         parts = (item.exchanged(at, mesh.shard_rank) for at, item in enumerate(self.items) if is_writer)
         return RowExchange(engine, [part for part in parts if part is not None])
 
@@ -176,20 +177,26 @@ def agree_on(engine: Engine, plan: Plan, what: str, options: str) -> None:
         options: further values that must be equal.
     """
     message = "ranks were given different paths, steps or options, or their optimizers hold different states. " + ADVICE
-    common = [plan.step, str(plan.path), plan.keep, options, *sorted(plan.aliases.items()), *plan.specs]
-    agree_equal(engine, f"{what}: comparing what is to be saved", _crc32_of(common), message)
+    common = [plan.step, str(plan.path), plan.keep, options]
+    digest = _crc32_of([*common, *sorted(plan.aliases.items()), *plan.specs])
+    agree_equal(engine, f"{what}: comparing what is to be saved", digest, message, common=_crc32_of(common))
     message = (
         "extra, or the optimizers' hyper-parameters or step counters, differ between ranks, but a checkpoint holds "
         "one value. Give the same values on every rank; gather values of single ranks first. " + ADVICE
     )
-    agree_equal(engine, f"{what}: comparing extra and hyper-parameters", zlib.crc32(plan.extra), message)
+    # Optimizers of the places of a pipe are compared where they are joined.
+    given = None if engine.mesh.pipe is None else {**strict.loads(plan.extra, EXTRA), "optimizers": None}
+    same = None if given is None else zlib.crc32(strict.dumps(given, EXTRA))
+    agree_equal(engine, f"{what}: comparing extra and hyper-parameters", zlib.crc32(plan.extra), message, common=same)
     _agree_on_copies(engine, plan.items, what)
 
 
 def _agree_on_copies(engine: Engine, items: Sequence[Item], what: str) -> None:
     """Raise if ranks hold different values of the same elements. Collective: an all-gather of 8 or 16 bytes."""
     mesh = engine.mesh
-    by_axes: dict[tuple[str, ...], list[Item]] = {}
+    # Places of a pipe may have values of different kinds, and compare all: every rank takes part.
+    every = (("replicate",), ("replicate", "shard")) if mesh.pipe is not None else ()
+    by_axes: dict[tuple[str, ...], list[Item]] = {axes: [] for axes in every}
     for item in items:
         if item.slot is not None:
             axes: tuple[str, ...] = ("replicate", "shard") if item.slot.bucket.spec.updates_all else ("replicate",)
@@ -199,14 +206,15 @@ def _agree_on_copies(engine: Engine, items: Sequence[Item], what: str) -> None:
         return
     # One at a time: packed values are several times as large when unpacked.
     digests = [_digest(item.part(*item.held) for item in by_axes[axes]) for axes in kinds]
-    rows = engine.comm.collect(torch.tensor(digests, device=mesh.device), what).tolist()
+    rows = engine.comm.across.collect(torch.tensor(digests, device=mesh.device), what).tolist()
+    numbers = mesh.across.numbers
     for place, axes in enumerate(kinds):
-        for ranks in mesh.rows(*axes).tolist():
+        for ranks in mesh.across.rows(*axes).tolist():
             differ = [rank for rank in ranks if rows[rank][place] != rows[ranks[0]][place]]
             if differ:
                 raise CheckpointError(
                     f"{what}: ranks hold different copies of parameters or states, so they have not made the same "
-                    f"steps: rank {differ[0]} differs from rank {ranks[0]}. {ADVICE}"
+                    f"steps: rank {numbers[differ[0]]} differs from rank {numbers[ranks[0]]}. {ADVICE}"
                 )
 
 
@@ -220,5 +228,5 @@ def _crc32_of(values: Iterable[object]) -> int:
 
 def _digest(values: Iterable[torch.Tensor]) -> int:
     """Return a checksum of bits: of the sums of tensors as integers, computed on the tensors' devices."""
-    sums = [value.view(_INTEGERS[value.itemsize]).sum(dtype=torch.int64) for value in values]
+    sums = [value.view(INTEGERS[value.itemsize]).sum(dtype=torch.int64) for value in values]
     return zlib.crc32(repr(torch.stack([one.to(sums[0].device) for one in sums]).tolist()).encode()) if sums else 0

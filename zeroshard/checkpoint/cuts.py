@@ -26,7 +26,7 @@ from zeroshard.table.layout import Layout, plan_layout
 from zeroshard.wire.comm import Tag
 from zeroshard.wire.mesh import Mesh
 
-__all__ = ["Cut", "Part", "RowExchange", "cut_of", "layouts_of", "writers_of"]
+__all__ = ["Cut", "Part", "RowExchange", "cut_of", "layouts_of", "ranks_here", "writers_of"]
 
 Tensor = torch.Tensor
 WHAT: Final = "the rows of split parameters"
@@ -180,10 +180,20 @@ def layouts_of(bucket: Bucket, mesh: Mesh) -> list[Layout]:
     return found
 
 
+def ranks_here(mesh: Mesh) -> list[int]:
+    """Return the ranks of the mesh as all places of a pipe count them; without a pipe all ranks."""
+    places = {number: rank for rank, number in enumerate(mesh.across.numbers)}
+    return [places[number] for number in mesh.numbers]
+
+
 def writers_of(mesh: Mesh) -> list[tuple[int, ...]]:
-    """Return the ranks that write, those of the first replica, by their places along "tensor" and along "shard"."""
-    by_shard = mesh.rows("shard").tolist()
-    return [next(tuple(row) for row in by_shard if rank in row) for rank in mesh.rows("tensor")[0].tolist()]
+    """Return the ranks that write, those of the first replica, by their places along "tensor" and along "shard".
+
+    All places of a pipe count them.
+    """
+    by_shard, here = mesh.rows("shard").tolist(), ranks_here(mesh)
+    rows = [next(row for row in by_shard if rank in row) for rank in mesh.rows("tensor")[0].tolist()]
+    return [tuple(here[rank] for rank in row) for row in rows]
 
 
 @final

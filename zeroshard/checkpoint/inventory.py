@@ -7,8 +7,8 @@ Note: ranges
     A parameter lies in its bucket in its own order of dimensions, so elements [a, b) of the bucket are elements
     [a - offset, b - offset) of the tensor in that order, or of this rank's part if the mesh splits the tensor
     (`cuts.py`). The optimizer's states are cut as the master values are. What every rank has whole (stage 0, buffers)
-    has one writer: of the bucket its shard's owner, of buffers rank 0. States of a parameter that is updated whole are
-    tensors of any shape, and lie wholly on the rank that updates it.
+    has one writer: of the bucket its shard's owner, of buffers rank 0 (the first rank at a place of a pipe). States of
+    a parameter that is updated whole are tensors of any shape, and lie wholly on the rank that updates it.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,7 +18,7 @@ from typing import Any, final
 import torch
 from torch import nn
 
-from zeroshard.checkpoint.cuts import Cut, Part, cut_of, layouts_of
+from zeroshard.checkpoint.cuts import Cut, Part, cut_of, layouts_of, ranks_here
 from zeroshard.checkpoint.manifest import join_state
 from zeroshard.checkpoint.ranges import Spec
 from zeroshard.checkpoint.values import check_key, dtype_name
@@ -45,8 +45,10 @@ class Item:
             each request for a part.
         held: the elements that `value` is, of the tensor, or of this rank's part of it where `cut` is not None.
         slot: the parameter whose bucket decides who writes what; None where `owner` writes the whole.
+        owner: a rank, as all places of a pipe count them.
         cut: the split of the tensor over the mesh's axis "tensor".
         layouts: of the parameter's bucket, on the ranks along "tensor" that write.
+        elsewhere: what `chunks` returns for a tensor that another place of a pipe writes.
     """
 
     spec: Spec
@@ -56,6 +58,7 @@ class Item:
     owner: int = 0
     cut: Cut | None = None
     layouts: Sequence[Layout] = ()
+    elsewhere: tuple[tuple[int, int, int], ...] = ()
 
     def chunks(self, writers: Sequence[Sequence[int]]) -> list[tuple[int, int, int]]:
         """Return who writes what: a rank and elements of the tensor, in the order of the elements.
@@ -64,7 +67,8 @@ class Item:
             writers: the ranks that write, by their places along "tensor" and along "shard".
         """
         if self.slot is None:
-            return [(self.owner, 0, self.spec.numel)] if self.spec.numel else []
+            own = [(self.owner, 0, self.spec.numel)] if self.spec.numel and not self.elsewhere else []
+            return own + list(self.elsewhere)
         found: list[tuple[int, int, int]] = []
         for shard in sorted({shard for layout in self.layouts for shard in _shards_of(layout, self.slot.index)}):
             ranges = self._ranges(self.slot, shard)
@@ -82,6 +86,11 @@ class Item:
         """Return elements [start, stop), which this rank must hold, flat; of its part where the tensor is split."""
         assert self.value is not None, f"{self.spec.name} is requested from a rank that does not hold it"
         return tensor_of(self.value).detach().reshape(-1)[start - self.held[0] : stop - self.held[0]]
+
+    def range_of(self, shard: int) -> tuple[int, int]:
+        """Return the elements of the tensor, or of this rank's part of it, that lie in a shard of its bucket."""
+        assert self.slot is not None, f"{self.spec.name} lies in no bucket"
+        return self._ranges(self.slot, shard)[self.cut.place if self.cut is not None else 0]
 
     def exchanged(self, index: int, shard: int) -> Part | None:
         """Return the part of which ranks along "tensor" exchange whole rows; None if the tensor is not split.
@@ -104,7 +113,7 @@ def model_items(engine: Engine, model: nn.Module) -> list[Item]:
         items.append(splits.item(spec, slot.bucket.master(slot.index).detach(), slot))
     for name, buffer in _buffers(model):
         spec = Spec("model", name, dtype_name(buffer.dtype, f"Buffer '{name}'"), tuple(buffer.shape))
-        items.append(Item(spec, buffer.detach(), (0, buffer.numel())))
+        items.append(Item(spec, buffer.detach(), (0, buffer.numel()), owner=ranks_here(engine.mesh)[0]))
     return items
 
 
@@ -116,7 +125,8 @@ def state_items(
     Args:
         owned: what `owned_states` returned.
     """
-    items, first_copy, splits = list[Item](), engine.mesh.rows("shard")[0].tolist(), _Splits(engine.mesh)
+    here, splits = ranks_here(engine.mesh), _Splits(engine.mesh)
+    items, first_copy = list[Item](), [here[rank] for rank in engine.mesh.rows("shard")[0].tolist()]
     for (number, one), of_owners in zip(enumerate(optimizers), owned, strict=True):
         one.source.check()
         for master in one.masters:
@@ -150,10 +160,11 @@ def generator_items(engine: Engine, own: dict[str, Tensor]) -> list[Item]:
         own: this rank's, by name.
     """
     items = []
-    for rank in range(engine.mesh.world_size):
+    mesh = engine.mesh.across
+    for rank in range(mesh.world_size):
         for name, state in own.items():
             spec = Spec("rng", f"rng/{rank}/{name}", "U8", (state.numel(),))
-            value = state if rank == engine.mesh.rank else None
+            value = state if rank == mesh.rank else None
             items.append(Item(spec, value, (0, state.numel() if value is not None else 0), owner=rank))
     return items
 

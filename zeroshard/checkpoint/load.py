@@ -32,6 +32,7 @@ from zeroshard.checkpoint.folders import FolderReader, is_tensor_folder
 from zeroshard.checkpoint.generators import check_generators, read_generators, write_generators
 from zeroshard.checkpoint.inventory import Item, aliases_of, groups_of, held_range, model_items, order_of
 from zeroshard.checkpoint.manifest import EXTRA, split_state
+from zeroshard.checkpoint.places import Whole, join_model
 from zeroshard.checkpoint.ranges import Spec
 from zeroshard.checkpoint.reader import CheckpointReader, Source
 from zeroshard.checkpoint.together import agree_equal, begin, together
@@ -101,13 +102,16 @@ def load(
     begin(engine, what)
     with together(engine, f"{what}: comparing {source} with the model", UNCHANGED):
         reader = FolderReader(source) if only_model and is_tensor_folder(source) else CheckpointReader(source)
-        items = model_items(engine, model)
-        _check_model(items, aliases_of(engine, model), reader, cast)
+        items, groups = model_items(engine, model), [] if only_model else groups_of(optimizers)
+        whole = Whole({item.spec.name: item.spec for item in items}, aliases_of(engine, model), groups)
+    whole = join_model(engine, whole, what, UNCHANGED)
+    with together(engine, f"{what}: comparing {source} with the model", UNCHANGED):
+        _check_model(whole, reader, cast)
         content = read_content(reader) if isinstance(reader, CheckpointReader) else None
         rest = None if only_model else content
         if rest is not None:
-            _check_optimizers(groups_of(optimizers), rest.optimizers, str(source / EXTRA))
-            _check_states(optimizers, rest)
+            _check_optimizers(whole.optimizers, rest.optimizers, str(source / EXTRA))
+            _check_states(optimizers, whole, rest)
             _check_generators(engine, rest.reader)
     message = f"ranks read different checkpoints at {source}. Is the folder shared by all hosts? {UNCHANGED}"
     agree_equal(engine, f"{what}: comparing manifests", reader.digest, message)
@@ -118,7 +122,8 @@ def load(
             for is_state, name, start, stop in _wanted(items, trained, content.reader, engine.mesh):
                 content.reader.verify_range(name, start, stop, is_state=is_state)
             but = frozenset(["model"] if only_model else ["model", "state"])
-            content.reader.verify(engine.mesh.rank, engine.mesh.world_size, but=but)
+            mesh = engine.mesh.across
+            content.reader.verify(mesh.rank, mesh.world_size, but=but)
     with together(engine, f"{what}: reading {source}", MIXED):
         _copy_model(items, reader)
         if rest is not None:
@@ -144,10 +149,9 @@ def read_content(reader: CheckpointReader) -> Content:
 # -- parameters and buffers -------------------------------------------------------------------------------------------
 
 
-def _check_model(items: Sequence[Item], aliases: Mapping[str, str], source: Source, cast: bool) -> None:
+def _check_model(whole: Whole, source: Source, cast: bool) -> None:
     """Raise unless the files hold exactly the model's parameters and buffers."""
-    here = {item.spec.name: item.spec for item in items}
-    there = source.specs
+    here, aliases, there = whole.specs, whole.aliases, source.specs
     problems = [f"'{name}' is in the model and not in the checkpoint" for name in here if name not in there]
     # If files do not record ties, they may hold a tied parameter under each of its names.
     known = here.keys() | (aliases.keys() if source.aliases is None else set())
@@ -204,7 +208,9 @@ def _wanted(
     slots = _slots_of(optimizers)
     for spec in reader.states.values():
         if spec.kind == "state" and optimizers:
-            slot = slots[_owner_of(reader, spec)]
+            slot = slots.get(_owner_of(reader, spec))
+            if slot is None:
+                continue  # another place of a pipe reads it
             if slot.updater is None:
                 order = order_of(slot)
                 yield True, spec.name, *_range_in(spec, order, held_range(slot), cut_of(slot, order, mesh))
@@ -280,7 +286,8 @@ def _check_optimizers(here: list[dict[str, Any]], there: list[dict[str, Any]], w
             f"{where}: the optimizers are {shown(theirs)} in the checkpoint and {mine} here. {remedy}"
         )
     for number, (one, other) in enumerate(zip(here, there, strict=True)):
-        groups, others = ([group["params"] for group in each["groups"]] for each in (one, other))
+        # Names say what is what: places of a pipe may have any order.
+        groups, others = ([sorted(group["params"]) for group in each["groups"]] for each in (one, other))
         if groups != others:
             place = next((i for i, (a, b) in enumerate(zip(groups, others, strict=False)) if a != b), None)
             which = (
@@ -312,19 +319,21 @@ def _is_loss_scale(scale: Any) -> bool:
     )
 
 
-def _check_states(optimizers: Sequence[ShardedOptimizer], content: Content) -> None:
+def _check_states(optimizers: Sequence[ShardedOptimizer], whole: Whole, content: Content) -> None:
     """Raise unless each state belongs to a parameter of its optimizer, and is of its shape where it is to be cut."""
     reader = content.reader
     slots = _slots_of(optimizers)
+    known = {f"{n}/{p}" for n, one in enumerate(whole.optimizers) for group in one["groups"] for p in group["params"]}
     listed = {f"{place}/{name}" for place, one in enumerate(content.optimizers) for name in one["states"]}
-    if strangers := sorted(listed - slots.keys()):
+    if strangers := sorted(listed - known):
         raise CheckpointError(f"{reader.path}: the state of '{strangers[0]}' matches no parameter here.")
     for spec in reader.states.values():
         if spec.kind != "state":
             continue
         name = _owner_of(reader, spec)
-        is_cut = name in listed and slots[name].updater is None
-        if name not in listed or (is_cut and spec.shape != tuple(slots[name].shape)):
+        slot = slots.get(name)
+        is_cut = slot is not None and slot.updater is None
+        if name not in listed or (slot is not None and is_cut and spec.shape != tuple(slot.shape)):
             raise CheckpointError(
                 f"{reader.path}: the state '{spec.name}' {spec.shape} matches no parameter of the model."
             )
@@ -401,7 +410,7 @@ def _like(value: Any, before: Any) -> Any:
 
 def _check_generators(engine: Engine, reader: CheckpointReader) -> None:
     """Raise if the checkpoint's generators of this rank are invalid."""
-    rank = engine.mesh.rank
+    rank = engine.mesh.across.rank
     if rank >= reader.manifest.world_size:
         return
     for name, state in read_generators(engine.mesh.device).items():
@@ -424,7 +433,7 @@ def _generators_of(engine: Engine, reader: CheckpointReader) -> dict[str, Tensor
     """Read the generators of this rank."""
     states = {}
     for name in read_generators(engine.mesh.device):
-        full_name = f"rng/{engine.mesh.rank}/{name}"
+        full_name = f"rng/{engine.mesh.across.rank}/{name}"
         if (spec := reader.states.get(full_name)) is not None:
             states[name] = tensor_of(reader.read_state(full_name, 0, spec.numel), "U8")
     return states
@@ -435,5 +444,5 @@ def _restore(engine: Engine, content: Content) -> None:
     if scale is not None and content.loss_scale is not None:
         scale.value, scale._good_steps, scale.history = content.loss_scale
         scale.noted = []
-    if engine.mesh.rank < content.reader.manifest.world_size:
+    if engine.mesh.across.rank < content.reader.manifest.world_size:
         write_generators(_generators_of(engine, content.reader), engine.mesh.device)

@@ -34,7 +34,8 @@ from zeroshard.checkpoint.commit import (
 )
 from zeroshard.checkpoint.contents import ADVICE, COMMITTED, LOOK, Plan, agree_on, make_plan
 from zeroshard.checkpoint.manifest import FileEntry
-from zeroshard.checkpoint.together import begin, together
+from zeroshard.checkpoint.places import join_plan
+from zeroshard.checkpoint.together import begin, meet, together
 from zeroshard.checkpoint.values import PIECE_NUMEL, bytes_of
 from zeroshard.core.engine import Engine
 from zeroshard.table.errors import CheckpointError
@@ -73,16 +74,16 @@ class Saver:
         engine, target, what = self._engine, Path(path), "zero.save()"
         begin(engine, what)
         self._settle(waits=True)
-        owned = owned_states(engine, self._optimizers)
         with together(engine, f"{what}: looking at what is to be saved", ADVICE):
+            owned = owned_states(engine, self._optimizers)
             plan = make_plan(engine, self._model, self._optimizers, target, extra or {}, step, keep, owned)
-            if engine.mesh.rank == 0:
-                check_limits(plan)
         agree_on(engine, plan, what, f"asynchronous={asynchronous}")
-        attempt = engine.comm.texts(new_attempt(), "the name of a save")[0]
+        plan, is_first = join_plan(engine, plan, what), engine.mesh.across.rank == 0
+        attempt = engine.comm.across.texts(new_attempt(), "the name of a save")[0]
         folder, what = temporary_folder(target, attempt), f"{what} to {target}"
         with together(engine, f"{what}: making a folder", ADVICE):
-            if engine.mesh.rank == 0:
+            if is_first:
+                check_limits(plan)
                 make_folder(plan, folder)
         try:
             if asynchronous:
@@ -90,7 +91,7 @@ class Saver:
             else:
                 self._write(plan, folder, what)
         except CheckpointError:
-            if engine.mesh.rank == 0:
+            if is_first:
                 files.remove_tree(folder)
             raise
         return target
@@ -107,7 +108,7 @@ class Saver:
     # -- at once ------------------------------------------------------------------------------------------------------
 
     def _write(self, plan: Plan, folder: Path, what: str) -> None:
-        engine, rank = self._engine, self._engine.mesh.rank
+        engine, rank = self._engine, self._engine.mesh.across.rank
         entries = {}
         with together(engine, f"{what}: writing tensors", ADVICE), plan.exchange(engine) as rows:
             for name in plan.files_of(rank):
@@ -132,9 +133,9 @@ class Saver:
         mesh = self._engine.mesh
         with together(self._engine, f"{what}: copying to host memory", ADVICE), plan.exchange(self._engine) as rows:
             taken = self._snapshot.take(plan, rows)
-        watchdog = self._engine.comm.watchdog
+        watchdog = self._engine.comm.across.watchdog
         self._under_way = BackgroundSave(
-            plan, folder, mesh.rank, taken, watchdog.is_alive if watchdog is not None else lambda rank: True
+            plan, folder, mesh.across.rank, taken, watchdog.is_alive if watchdog is not None else lambda rank: True
         )
         for one in self._optimizers:
             if not any(optimizer is one.optimizer for optimizer in self._watched):
@@ -150,7 +151,7 @@ class Saver:
         while (save := self._under_way) is not None:
             if waits:
                 save.join(POLL_S)
-            least, most = self._engine.order.barrier(f"the save of {save.path} in the background", save.status)
+            least, most = meet(self._engine, f"the save of {save.path} in the background", save.status)
             if most == Status.FAILED:
                 self._fail(save)
             if least == Status.DONE:
@@ -163,7 +164,7 @@ class Saver:
         """End the save on every rank, and raise the error of the last rank with its own failure."""
         save.give_up()
         self._under_way = None
-        texts = self._engine.comm.texts(save.failure, "the failure of a save")
+        texts = self._engine.comm.across.texts(save.failure, "the failure of a save")
         save.remove()
         save.close()
         raise CheckpointError(f"zero.save() to {save.path} in the background: {[t for t in texts if t][-1]}")
@@ -172,10 +173,11 @@ class Saver:
 def _exchange(engine: Engine, plan: Plan, entries: Mapping[str, FileEntry]) -> dict[str, FileEntry]:
     """Return what every rank wrote, by file. Collective: an all-gather of sizes and checksums."""
     numbers = [n for entry in entries.values() for n in (entry.nbytes, len(entry.crc32), *entry.crc32)]
-    length = -engine.comm.agree([-len(numbers)], "the number of checksums")[0]
+    comm = engine.comm.across
+    length = -comm.agree([-len(numbers)], "the number of checksums")[0]
     row = torch.tensor(numbers + [0] * (length - len(numbers)), dtype=torch.int64, device=engine.mesh.device)
     found = {}
-    for rank, all_numbers in enumerate(engine.comm.collect(row, "the checksums", "state").tolist()):
+    for rank, all_numbers in enumerate(comm.collect(row, "the checksums", "state").tolist()):
         those = iter(all_numbers)
         for name in plan.files_of(rank):
             nbytes, count = next(those), next(those)

@@ -1,7 +1,7 @@
 """Shared failures: if one rank fails, all ranks raise the same error at the same place.
 
 Owns the agreement after each piece of local work. Work that may fail on one rank runs under `together`, and continues
-only if it succeeded on all ranks.
+only if it succeeded on all ranks. All ranks are those of the mesh, with each place of a pipe.
 """
 
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from zeroshard.core.engine import Engine
 from zeroshard.table.errors import CheckpointError
 
-__all__ = ["agree_equal", "begin", "describe", "together"]
+__all__ = ["agree_equal", "begin", "describe", "meet", "together"]
 
 
 def begin(engine: Engine, what: str) -> None:
@@ -19,17 +19,22 @@ def begin(engine: Engine, what: str) -> None:
     Collective: a barrier; every rank must call.
 
     Raises:
-        RuntimeError: called inside a pass or `gathered()`, or the mesh has an axis "pipe".
+        RuntimeError: called inside a pass or `gathered()`.
     """
-    if engine.mesh.pipe is not None:
-        raise RuntimeError(
-            f"{engine.mesh} {what}: a checkpoint of a mesh with an axis 'pipe' is not written or read yet. Save each "
-            "place by itself: `with zero.gathered(states=True):` gives whole values of its module and optimizer."
-        )
     engine.leave_passes(what)
     if engine.gathered is not None:
         raise RuntimeError(f"{engine.mesh} {what} under gathered(): leave the context first.")
     engine.order.settle(what)
+
+
+def meet(engine: Engine, place: str, payload: int = 0) -> tuple[int, int]:
+    """Wait until all ranks are at `place`; return the minimum and the maximum payload.
+
+    Collective: an all-reduce of 40 bytes, with a pipe three; every rank must call.
+    """
+    least, greatest = engine.order.barrier(place, payload)
+    span = engine.order.votes.span
+    return span(place, least), -span(place, -greatest)
 
 
 @contextmanager
@@ -47,11 +52,11 @@ def together(engine: Engine, what: str, advice: str) -> Iterator[None]:
         yield
     except Exception as error:  # any error: the other ranks wait for this rank
         failure = error
-    if engine.order.barrier(what, int(failure is not None))[1]:
-        texts = engine.comm.texts(describe(failure), f"the error in {what}")
+    if meet(engine, what, int(failure is not None))[1]:
+        texts = engine.comm.across.texts(describe(failure), f"the error in {what}")
         failed = [rank for rank, text in enumerate(texts) if text]
         more = f" (and on {len(failed) - 1} more)" if len(failed) > 1 else ""
-        first = engine.mesh.numbers[failed[0]]
+        first = engine.mesh.across.numbers[failed[0]]
         raise CheckpointError(f"{what} failed on rank {first}{more}: {texts[failed[0]]} {advice}") from failure
 
 
@@ -63,8 +68,17 @@ def describe(failure: Exception | None) -> str:
     return text if text.endswith((".", ":")) else f"{text}."
 
 
-def agree_equal(engine: Engine, what: str, digest: int, message: str) -> None:
-    """Raise on every rank unless all digests are equal. Collective: an all-reduce of 32 bytes."""
+def agree_equal(engine: Engine, what: str, digest: int, message: str, *, common: int | None = None) -> None:
+    """Raise on every rank unless all digests are equal.
+
+    Args:
+        digest: equal at each place of a pipe.
+        common: equal on all ranks, at least 0; `digest` by default.
+
+    Collective: as `meet`.
+    """
     least, greatest = engine.order.barrier(what, digest)
-    if least != greatest:
+    value, span = (digest if common is None else common) if least == greatest else -1, engine.order.votes.span
+    least, greatest = span(what, value), -span(what, -value)
+    if least < greatest or least < 0:
         raise CheckpointError(f"{what}: {message}")

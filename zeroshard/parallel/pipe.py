@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from zeroshard.core.engine import Engine
 from zeroshard.core.slot import NormsOfPlaces, Slot
-from zeroshard.join.start import texts_across_ranks
-from zeroshard.setup.equal import check_equal
+from zeroshard.join.start import accepted_by_all, texts_across_ranks
+from zeroshard.setup.equal import check_equal, facts_of
 from zeroshard.setup.request import Described
 from zeroshard.table.errors import RankMismatchError
 from zeroshard.torch_private import local_of
@@ -29,15 +29,19 @@ META = "on the meta device"
 
 
 def check_places(described: Described, comm: Comm, version: str) -> frozenset[str]:
-    """Compare the places of a pipe; return the parameters that an earlier place has, which norms count there.
+    """Compare the ranks of each place, and the places; return the parameters that an earlier place has, too.
+
+    Norms count these there.
 
     Raises:
-        RankMismatchError: on every rank, if places differ in options or versions, or have different parameters of one
-            name.
+        RankMismatchError: on every rank, if ranks of a place differ, or places differ in options or versions, or have
+            different parameters of one name.
 
     Collective: all-gathers of names, and of checksums of the parameters that several places have.
     """
     mesh, named = described.mesh, dict(described.model.named_parameters())
+    with accepted_by_all(mesh.across, "zs.shard()"):
+        check_equal(mesh, comm, facts_of(described, version))
     facts = [f"zeroshard {version}", f"torch {torch.__version__}", f"options: {described.options()}"]
     check_equal(mesh.across, comm.across, facts)
     shapes = {name: str(tuple(one.shape)) for name, one in named.items() if id(one) not in described.ignored}
@@ -48,21 +52,28 @@ def check_places(described: Described, comm: Comm, version: str) -> frozenset[st
         for name, value in place.items():
             first = next(index for index, other in enumerate(told) if name in other)
             if told[first][name] != value or META in value:
+                ranks = [", ".join(str(mesh.across.numbers[rank]) for rank in row) for row in _ranks_of(mesh)]
                 raise RankMismatchError(
-                    f"{mesh} Places {first} and {number} of the pipe both have a parameter '{name}', here {value}, "
-                    f"there {told[first][name]}. Equal names mean one parameter, with equal values, which norms count "
-                    "once. Keep the names of the whole model when you cut it: replace modules of other places by "
-                    "nn.Identity(), or wrap a part in a module whose name has the number of the place."
+                    f"{mesh} Places {first} and {number} of the pipe both have a parameter '{name}': "
+                    f"{told[first][name]} on rank(s) {ranks[first]}, and {value} on rank(s) {ranks[number]}. Equal "
+                    "names mean one parameter, with equal values, which norms count once. Keep the names of the whole "
+                    "model when you cut it: replace modules of other places by nn.Identity(), or wrap a part in a "
+                    "module whose name has the number of the place."
                 )
     own = next(index for index, rank in enumerate(mesh.across.along("pipe")) if rank == mesh.across.rank)
     return frozenset(name for name in shared if any(name in place for place in told[:own]))
 
 
+def _ranks_of(mesh: Mesh) -> list[list[int]]:
+    """Return the ranks of each place, in the order of the pipe."""
+    rows: list[list[int]] = mesh.across.rows(*(name for name, _ in mesh.axes)).tolist()
+    return rows
+
+
 def _told(mesh: Mesh, mine: Mapping[str, str]) -> list[dict[str, str]]:
     """Return what the first rank of each place says of its parameters."""
     texts = texts_across_ranks(mesh.across, "\n".join(f"{name}\t{text}" for name, text in mine.items()))
-    rows = mesh.across.rows("pipe")
-    return [dict(line.split("\t") for line in texts[rank].splitlines()) for rank in rows[0].tolist()]
+    return [dict(line.split("\t") for line in texts[row[0]].splitlines()) for row in _ranks_of(mesh)]
 
 
 def _checksum(parameter: nn.Parameter) -> str:

@@ -54,7 +54,8 @@ class Average:
     def __init__(self, engine: Engine, decay: float) -> None:
         engine.leave_passes("ema()")
         # Shards with different decays would not form an average.
-        engine.order.barrier(f"ema(decay={decay!r})")
+        engine.order.barrier(place := f"ema(decay={decay!r})")
+        engine.order.votes.span(place)
         if not isinstance(decay, int | float) or not 0.0 <= decay < 1.0:
             raise ValueError(f"decay must be in [0, 1), such as 0.999; got {decay!r}.")
         self._engine, self.decay = engine, decay
