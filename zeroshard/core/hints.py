@@ -19,11 +19,14 @@ from zeroshard.tree import find
 __all__ = ["hint_begin", "hint_end"]
 
 
-def hint_begin(outputs: Any, units: Sequence[int], begin: Callable[[int], None]) -> None:
-    """Call `begin` with each unit but the root before the backward of a module, once for each output."""
+def hint_begin(
+    outputs: Any, units: Sequence[int], begin: Callable[[int], None], arrive: Callable[[], None] = lambda: None
+) -> None:
+    """Call `arrive`, then `begin` with each unit but the root, before the backward of a module; for each output."""
     targets, tensors = _found(outputs, units)
 
     def begin_all(grad: torch.Tensor) -> None:
+        arrive()
         for number in targets:
             begin(number)
 

@@ -20,7 +20,7 @@ from typing import final
 
 from torch import nn
 
-__all__ = ["LARGE_PART", "SMALL_BYTES", "SMALL_PART", "apart_bytes", "find_blocks", "is_leaf", "large_bytes"]
+__all__ = ["LARGE_PART", "SMALL_BYTES", "SMALL_PART", "apart_bytes", "find_blocks", "is_called", "is_leaf", "large_bytes"]
 
 SMALL_BYTES = 1 << 20
 """Below this size, the latency of a message exceeds the cost of its bytes."""
@@ -124,7 +124,7 @@ class _Tree:
     def _members(self, children: list[nn.Module]) -> Iterator[nn.Module]:
         """Yield the modules with parameters among `children`, with nested lists flattened."""
         for child in children:
-            if not _is_called(child):
+            if not is_called(child):
                 yield from self._members(self.children[child])
             elif self.nbytes[child]:
                 yield child
@@ -212,7 +212,7 @@ class _Tree:
                 continue
             nbytes = self._left_bytes(child)
             is_mixed = self._is_divisible(child) and (child in self._holding or self.is_large(nbytes))
-            if is_mixed or not _is_called(child):
+            if is_mixed or not is_called(child):
                 left += self.choose_apart(child, least_bytes)
             elif nbytes <= least_bytes:
                 left += nbytes
@@ -229,7 +229,7 @@ class _Tree:
         return sum(self._own[module]) + sum(self._left_bytes(child) for child in self.children[module])
 
 
-def _is_called(module: nn.Module) -> bool:
+def is_called(module: nn.Module) -> bool:
     """Return whether a module can be called: containers cannot."""
     return type(module).forward is not nn.Module.forward or "forward" in module.__dict__
 

@@ -29,7 +29,7 @@ from zeroshard.describe.rows import StageLike
 from zeroshard.describe.selection import check_activations
 from zeroshard.describe.specs import describe_units
 from zeroshard.describe.treatments import ActivationsLike
-from zeroshard.describe.units import UnitPlan, plan_units
+from zeroshard.describe.units import UnitPlan, parts_of, plan_units
 from zeroshard.join.start import check_seconds
 from zeroshard.optim.admission import check_optimizers
 from zeroshard.setup.automatic import KeptBytes, choose_least
@@ -90,6 +90,7 @@ class Described:
         chosen: a line about automatic choices, with the reason.
         own_precision: modules with a separate precision.
         ignored: the names of ignored parameters, by identity.
+        parts: the modules that user code calls, with their names: the model, or what it contains on a pipe.
     """
 
     model: nn.Module
@@ -106,6 +107,7 @@ class Described:
     chosen: str = ""
     own_precision: Sequence[Chosen] = ()
     ignored: Mapping[int, str] = field(default_factory=dict)
+    parts: Mapping[nn.Module, str] = field(default_factory=dict)
 
     @property
     def scale(self) -> float:
@@ -149,7 +151,8 @@ def describe(request: Request, joined: Mesh, forms_of: FormsOf) -> Described:
     _check_devices(model, mesh, ignored)
     if mesh.device.type == "cuda":
         refuse_graphs(model)
-    plans = plan_units(model, request.units, ignored)
+    parts = parts_of(model) if mesh.pipe is not None else {model: ""}
+    plans = plan_units(model, request.units, ignored, parts if model not in parts else ())
     source = check_source(model, request.weights, compares=mesh.rank == 0)
     forms = forms_of(model, mesh, bool(ignored))
 
@@ -177,7 +180,21 @@ def describe(request: Request, joined: Mesh, forms_of: FormsOf) -> Described:
     check_bucket_count(units)
     own, reduction = chosen_modules(model, precision), request.reduction
     return Described(
-        model, optimizers, row, precision, mesh, reduction, plans, units, forms, source, settings, chosen, own, ignored
+        model,
+        optimizers,
+        row,
+        precision,
+        mesh,
+        reduction,
+        plans,
+        units,
+        forms,
+        source,
+        settings,
+        chosen,
+        own,
+        ignored,
+        parts,
     )
 
 
