@@ -20,7 +20,7 @@ from typing import final
 
 from torch import nn
 
-__all__ = ["LARGE_PART", "SMALL_BYTES", "SMALL_PART", "apart_bytes", "find_blocks", "is_called", "is_leaf", "large_bytes"]
+__all__ = ["LARGE_PART", "SMALL_BYTES", "SMALL_PART", "apart_bytes", "find_blocks", "is_leaf", "large_bytes", "members"]
 
 SMALL_BYTES = 1 << 20
 """Below this size, the latency of a message exceeds the cost of its bytes."""
@@ -59,6 +59,13 @@ def find_blocks(model: nn.Module) -> tuple[set[nn.Module], float]:
             apart = small
             tree.choose_apart(model, apart)
     return tree.chosen, apart
+
+
+def members(model: nn.Module, prefix: str = "") -> dict[nn.Module, str]:
+    """Return the modules that user code calls, with their names: the model, or the members of a container."""
+    if _is_called(model):
+        return {model: prefix[:-1]}
+    return {part: n for name, one in model.named_children() for part, n in members(one, f"{prefix}{name}.").items()}
 
 
 def large_bytes(total_bytes: int) -> float:
@@ -124,7 +131,7 @@ class _Tree:
     def _members(self, children: list[nn.Module]) -> Iterator[nn.Module]:
         """Yield the modules with parameters among `children`, with nested lists flattened."""
         for child in children:
-            if not is_called(child):
+            if not _is_called(child):
                 yield from self._members(self.children[child])
             elif self.nbytes[child]:
                 yield child
@@ -212,7 +219,7 @@ class _Tree:
                 continue
             nbytes = self._left_bytes(child)
             is_mixed = self._is_divisible(child) and (child in self._holding or self.is_large(nbytes))
-            if is_mixed or not is_called(child):
+            if is_mixed or not _is_called(child):
                 left += self.choose_apart(child, least_bytes)
             elif nbytes <= least_bytes:
                 left += nbytes
@@ -229,7 +236,7 @@ class _Tree:
         return sum(self._own[module]) + sum(self._left_bytes(child) for child in self.children[module])
 
 
-def is_called(module: nn.Module) -> bool:
+def _is_called(module: nn.Module) -> bool:
     """Return whether a module can be called: containers cannot."""
     return type(module).forward is not nn.Module.forward or "forward" in module.__dict__
 

@@ -4,22 +4,14 @@ Owns the rules. It reads the model and changes nothing. Units are in registratio
 same units.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from torch import nn
 
-from zeroshard.describe.blocks import (
-    SMALL_BYTES,
-    SMALL_PART,
-    apart_bytes,
-    find_blocks,
-    is_called,
-    is_leaf,
-    large_bytes,
-)
+from zeroshard.describe.blocks import SMALL_BYTES, SMALL_PART, apart_bytes, find_blocks, is_leaf, large_bytes
 
-__all__ = ["UnitPlan", "parts_of", "plan_units"]
+__all__ = ["UnitPlan", "plan_units"]
 
 Named = tuple[str, nn.Parameter]
 
@@ -46,18 +38,8 @@ class UnitPlan:
         return sum(p.numel() for _, p in self.parameters)
 
 
-def parts_of(model: nn.Module, prefix: str = "") -> dict[nn.Module, str]:
-    """Return the modules that user code calls, with their names: the model, or the members of a container."""
-    if is_called(model):
-        return {model: prefix[:-1]}
-    return {part: n for name, one in model.named_children() for part, n in parts_of(one, f"{prefix}{name}.").items()}
-
-
 def plan_units(
-    model: nn.Module,
-    units: Sequence[object] | None,
-    ignored: Collection[int] = (),
-    parts: Collection[nn.Module] = (),
+    model: nn.Module, units: Sequence[object] | None, ignored: Collection[int] = (), parts: Collection[nn.Module] = ()
 ) -> list[UnitPlan]:
     """Return the units of `model`, the root first.
 

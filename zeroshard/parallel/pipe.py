@@ -1,7 +1,8 @@
 """Pipelines: an axis "pipe" joins the domains of modules that make one step.
 
 Owns what all places of a pipe are compared for, the parts of a model at one place, and the refusal of what torch's
-pipelining does that the engine cannot serve. It must not know the order of micro-batches. Read `Mesh.at_place` (`wire/mesh.py`) and `Comm.across` (`wire/comm.py`) first.
+pipelining does and the engine cannot serve. It must not know the order of micro-batches. Read `Mesh.at_place`
+(`wire/mesh.py`) and `Comm.across` (`wire/comm.py`) first.
 """
 
 import re
@@ -15,6 +16,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
+from zeroshard.callers import SPLIT, split_backward
 from zeroshard.core.engine import Engine
 from zeroshard.core.hooks import Eager
 from zeroshard.core.slot import NormsOfPlaces, Slot, slot_of
@@ -31,8 +33,6 @@ __all__ = ["caller_check", "check_places", "norms_over", "set_parts_apart"]
 
 STAGES = "torch.distributed.pipelining.stage"
 SCHEDULES = "torch.distributed.pipelining.schedules"
-BACKWARDS = "torch.distributed.pipelining._backward"
-SPLIT = ("stage_backward_input", "stage_backward_weight")
 META = "on the meta device"
 
 
@@ -140,32 +140,37 @@ def set_parts_apart(engine: Engine, described: Described) -> None:
         engine.undo.keep(part.register_forward_hook(SetApart(engine, name, numbers), prepend=True))
 
 
-def caller_check(mesh: Mesh) -> Callable[[], None]:
+def caller_check(mesh: Mesh) -> Callable[[bool], None]:
     """Return a function that raises where torch's pipelining calls it as the mesh or the engine cannot serve it.
 
     These are pipeline stages on a mesh without an axis "pipe", and split backwards.
     """
     known = weakref.WeakSet[Any]()
     """Schedules that do not split backwards."""
+    has_run = False
+    """Whether a forward has begun: a model in the loss of a pipeline stage has a backward there, and may."""
 
-    def check() -> None:
+    def check(is_forward: bool) -> None:
+        nonlocal has_run
+        is_apart, has_run = has_run and not is_forward, has_run or is_forward
         if STAGES not in sys.modules:
             return
         frame: FrameType | None = sys._getframe()
         while frame is not None:
             name = frame.f_globals.get("__name__")
-            if name == STAGES and mesh.pipe is None:
+            if name == STAGES and mesh.pipe is None and not is_apart:
                 raise RuntimeError(
                     f"{mesh} torch's PipelineStage runs a model that zs.shard() took over without an axis 'pipe': all "
                     "ranks of its mesh have the values of the first one, and norms, clipping and overflows would be "
                     "those of one pipeline stage. Pass a DeviceMesh with an axis named 'pipe' to zs.shard(mesh=)."
                 )
-            if name == BACKWARDS and (function := frame.f_code.co_name) in SPLIT:
+            if name == SPLIT[0] and (function := frame.f_code.co_name) in SPLIT[1]:
                 weight = frame.f_locals.get("weight")
-                raise _split(mesh, f"{function}()", "" if weight is None else f" of '{slot_of(weight).name}'")
+                whose = "" if weight is None else f" of '{slot_of(weight).name}'"
+                raise RuntimeError(f"{mesh} {split_backward(f'{function}()', whose)}")
             if name == SCHEDULES and (schedule := frame.f_locals.get("self")) is not None and schedule not in known:
                 if _is_split(schedule):
-                    raise _split(mesh, type(schedule).__name__)
+                    raise RuntimeError(f"{mesh} {split_backward(type(schedule).__name__)}")
                 known.add(schedule)
             frame = frame.f_back
 
@@ -177,11 +182,3 @@ def _is_split(schedule: object) -> bool:
     orders = [getattr(schedule, name, None) for name in ("pipeline_order", "pipeline_order_with_comms")]
     actions = (action for order in orders if order for row in order.values() for action in row)
     return any(re.search(r"\d[IW]\d", str(action)) for action in actions)
-
-
-def _split(mesh: Mesh, what: str, whose: str = "") -> RuntimeError:
-    return RuntimeError(
-        f"{mesh} {what} of torch splits backwards: gradients of weights{whose} come from torch.autograd.grad and are "
-        "assigned to weight.grad, so that ranks would not sum them. Nothing was changed. Use ScheduleGPipe, "
-        "Schedule1F1B, ScheduleInterleaved1F1B or ScheduleLoopedBFS, whose backwards are whole."
-    )

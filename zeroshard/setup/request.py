@@ -20,6 +20,7 @@ from zeroshard.core.parameter import ShardedParameter
 from zeroshard.core.slot import Form
 from zeroshard.describe.asked import Asked, resolve
 from zeroshard.describe.axes import Axes, ranks_of
+from zeroshard.describe.blocks import members
 from zeroshard.describe.ignored import ignored_of
 from zeroshard.describe.offload import OffloadLike, row_with
 from zeroshard.describe.optimizers import Optimizers, check_entries, optimizers_of
@@ -29,7 +30,7 @@ from zeroshard.describe.rows import StageLike
 from zeroshard.describe.selection import check_activations
 from zeroshard.describe.specs import describe_units
 from zeroshard.describe.treatments import ActivationsLike
-from zeroshard.describe.units import UnitPlan, parts_of, plan_units
+from zeroshard.describe.units import UnitPlan, plan_units
 from zeroshard.join.start import check_seconds
 from zeroshard.optim.admission import check_optimizers
 from zeroshard.setup.automatic import KeptBytes, choose_least
@@ -90,7 +91,6 @@ class Described:
         chosen: a line about automatic choices, with the reason.
         own_precision: modules with a separate precision.
         ignored: the names of ignored parameters, by identity.
-        parts: the modules that user code calls, with their names: the model, or what it contains on a pipe.
     """
 
     model: nn.Module
@@ -107,7 +107,11 @@ class Described:
     chosen: str = ""
     own_precision: Sequence[Chosen] = ()
     ignored: Mapping[int, str] = field(default_factory=dict)
-    parts: Mapping[nn.Module, str] = field(default_factory=dict)
+
+    @property
+    def parts(self) -> Mapping[nn.Module, str]:
+        """The modules that user code calls, with their names: the model, or, on a pipe, the members of a container."""
+        return members(self.model) if self.mesh.pipe is not None else {self.model: ""}
 
     @property
     def scale(self) -> float:
@@ -151,8 +155,7 @@ def describe(request: Request, joined: Mesh, forms_of: FormsOf) -> Described:
     _check_devices(model, mesh, ignored)
     if mesh.device.type == "cuda":
         refuse_graphs(model)
-    parts = parts_of(model) if mesh.pipe is not None else {model: ""}
-    plans = plan_units(model, request.units, ignored, parts if model not in parts else ())
+    plans = plan_units(model, request.units, ignored, members(model) if mesh.pipe is not None else ())
     source = check_source(model, request.weights, compares=mesh.rank == 0)
     forms = forms_of(model, mesh, bool(ignored))
 
@@ -180,21 +183,7 @@ def describe(request: Request, joined: Mesh, forms_of: FormsOf) -> Described:
     check_bucket_count(units)
     own, reduction = chosen_modules(model, precision), request.reduction
     return Described(
-        model,
-        optimizers,
-        row,
-        precision,
-        mesh,
-        reduction,
-        plans,
-        units,
-        forms,
-        source,
-        settings,
-        chosen,
-        own,
-        ignored,
-        parts,
+        model, optimizers, row, precision, mesh, reduction, plans, units, forms, source, settings, chosen, own, ignored
     )
 
 
