@@ -101,8 +101,8 @@ def split_backward(what: str, whose: str = "") -> str:
     """
     return (
         f"{what} of torch splits backwards: gradients of weights{whose} come from torch.autograd.grad and are assigned "
-        "to weight.grad, so that ranks would not sum them. Nothing was changed. Use ScheduleGPipe, Schedule1F1B, "
-        "ScheduleInterleaved1F1B or ScheduleLoopedBFS, whose backwards are whole."
+        "to weight.grad, so that ranks would not sum them. Nothing was changed. Use ScheduleGPipe, Schedule1F1B or "
+        "ScheduleInterleaved1F1B, whose backwards are whole."
     )
 
 

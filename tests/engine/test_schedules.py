@@ -29,7 +29,7 @@ from tests.contract.test_all import examples, run_block
 from tests.rotation import third
 from zeroshard.testing import run_ranks
 
-TIMEOUT_S = 240
+TIMEOUT_S = 480
 WATCHDOG_S = 120.0
 PLACES, DATA, MICRO, STEPS, DEPTH = 2, 2, 4, 5, 8
 KINDS = {"gpipe": (ScheduleGPipe, 1), "1f1b": (Schedule1F1B, 1), "interleaved": (ScheduleInterleaved1F1B, 2)}
