@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["remedy_for"]
+__all__ = ["SPLIT", "remedy_for", "split_backward"]
 
 CONVERSIONS = frozenset("bfloat16 cpu cuda double float half ipu mtia share_memory_ to to_empty type xpu".split())
 """Methods of modules that replace their parameters."""
@@ -24,6 +24,8 @@ AVERAGE = re.compile("Averaged|MovingAverage|EMA|Ema(?![a-z])")
 """Matches the class names of averages in torch, timm, diffusers and torch_ema."""
 COPIES = frozenset(["__deepcopy__", "deepcopy", "lerp", "lerp_"])
 """The operations with which hand-written averages begin."""
+SPLIT = ("torch.distributed.pipelining._backward", ("stage_backward_input", "stage_backward_weight"))
+"""The functions of torch that compute gradients of inputs and of weights apart, and their module."""
 SAVES = frozenset(["save", "save_file", "save_model", "save_pretrained", "save_state_dict"])
 
 
@@ -56,6 +58,8 @@ def remedy_for(parameter: torch.Tensor, name: str, what: str = "") -> str:
                 f"{type(owner).__name__} keeps full copies of parameters. zero.ema(decay) keeps a sharded average; "
                 "inside `with zero.gathered():` every other average works."
             )
+        if code in SPLIT[1] and frame.f_globals.get("__name__") == SPLIT[0]:
+            return split_backward(f"{code}()", f" of '{name}'")
         if code in SAVES:
             return "zero.save(path) writes a checkpoint of all ranks; `with zero.gathered():` gathers full parameters."
         if isinstance(owner, nn.Module):
@@ -86,6 +90,20 @@ def remedy_for(parameter: torch.Tensor, name: str, what: str = "") -> str:
             f"zs.shard(settings=zs.Settings(forward_methods=({method!r},))), and it trains as `forward` does. {plain}"
         )
     return plain
+
+
+def split_backward(what: str, whose: str = "") -> str:
+    """Return why a split backward is refused, and what to use instead.
+
+    Args:
+        what: the function or schedule of torch.
+        whose: the parameter, as in " of 'head.weight'".
+    """
+    return (
+        f"{what} of torch splits backwards: gradients of weights{whose} come from torch.autograd.grad and are assigned "
+        "to weight.grad, so that ranks would not sum them. Nothing was changed. Use ScheduleGPipe, Schedule1F1B or "
+        "ScheduleInterleaved1F1B, whose backwards are whole."
+    )
 
 
 def _frames() -> Iterator[FrameType]:

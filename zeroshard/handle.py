@@ -41,7 +41,7 @@ from zeroshard.describe.treatments import ActivationsLike
 from zeroshard.join.start import accepted_by_all, everybody_at, told_to_others
 from zeroshard.optim.admission import check_optimizers
 from zeroshard.optim.keeps import kept_by
-from zeroshard.parallel.pipe import check_places, norms_over, stage_check
+from zeroshard.parallel.pipe import caller_check, check_places, norms_over, set_parts_apart
 from zeroshard.parallel.standins import StandIns
 from zeroshard.report.profile import Profile
 from zeroshard.setup.automatic import free_bytes
@@ -252,11 +252,21 @@ def shard_over(asked: Request, joined: Mesh, make_comm: MakeComm) -> "Zero":
     engine = build(described, comm, ledger, treatment, stores, StandIns)
     if pipe is not None:
         engine.norms_of_places = norms_over(engine, elsewhere)
-    elif domain.launched > 1:
-        engine.check_forward = stage_check(described.mesh)
+    if domain.launched > 1:
+        engine.check_caller = caller_check(described.mesh)
     engine.order.buffers = follow_buffers(described, comm, engine.order.votes)
     zero = Zero(engine, described, dtypes, stores)
-    hooks = wire(engine, described.model, plans, settings.forward_methods, described.precision, described.own_precision)
+    hooks = wire(
+        engine,
+        described.model,
+        described.parts,
+        plans,
+        settings.forward_methods,
+        described.precision,
+        described.own_precision,
+    )
+    if pipe is not None:
+        set_parts_apart(engine, described)
     recompute_units(cell, plans, hooks, engine.saved, ledger, engine.guard.suspect, engine.undo.put)
     warn_if_whole(described.mesh, engine.units, described.plans)
     return zero

@@ -237,6 +237,7 @@ CORE = (
     "parameter",
     "saved",
     "unit",
+    "flights",
     "hints",
     "history",
     "order",

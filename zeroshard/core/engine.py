@@ -24,13 +24,14 @@ Note: threads
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, final
 
 import torch
 
 from zeroshard.core.dtypes import LossScale
+from zeroshard.core.flights import Flights
 from zeroshard.core.frames import Frame, Gathered
 from zeroshard.core.guard import guard_of
 from zeroshard.core.hints import hint_begin, hint_end
@@ -52,8 +53,6 @@ from zeroshard.wire.mesh import Mesh, slice_of
 __all__ = ["Engine"]
 
 Tensor = torch.Tensor
-
-KEPT_FORWARDS = 64
 
 
 @final
@@ -90,14 +89,14 @@ class Engine(Ending):
         has_far = any(not bucket.spec.row.states.is_on_device for unit in units for bucket in unit.buckets)
         self.guard = guard_of(comm, updates_on_host=has_far)
         self.norms_of_places: NormsOfPlaces = lambda norms, *_: norms
-        self.check_forward: Callable[[], None] = lambda: None
-        """Called before each forward."""
+        self.check_caller: Callable[[bool], None] = lambda is_forward: None
+        """Called before each forward and backward, and before gradients are assigned; see `parallel/pipe.py`."""
         self.unread: Callable[[], None] | None = None
         """Reads whether the last update was skipped, and acts on it; None if the host knows."""
         self._await_update: Callable[[], None] = lambda: None
         """Waits for the update in the background."""
-        self._frames, self._forwards = list[Frame](), list[Hashable]()
-        self._used, self._task, self._norms = set[int](), -1, LocalNorms(())
+        self._frames, self.flights = list[Frame](), Flights(units)
+        self._task, self._norms = -1, LocalNorms(())
         self.copy = slice_of(mesh.along("shard", "tensor"))
         """The ranks whose parts form the full gradients."""
         buckets = [(unit.number, bucket) for unit in units for bucket in unit.buckets]
@@ -189,12 +188,12 @@ class Engine(Ending):
             return
         is_recompute, has_grad = graph_task() != -1, torch.is_grad_enabled()
         if not self._running() and not is_recompute:
-            self.check_forward()
+            self.check_caller(True)
             self.lane.begin(f"the forward of {type(module).__name__}")
             # When gathered, units wait for their own part of an update in the background.
             self._read_answer()
             self._complete()
-            if not name:
+            if name in self.flights.parts:
                 # Evaluation that leaves gradients on must be possible on one rank alone.
                 is_followed = has_grad and module.training and self.scope is Scope.ALL
                 self.order.buffers.begin_forward(is_followed=is_followed)
@@ -219,7 +218,7 @@ class Engine(Ending):
             for number in units:
                 self.units[number].is_recomputed = True
         elif has_grad:
-            self._note_use(units)
+            self.flights.use(units)
             for number in hint_end(inputs, units, self._end_units):
                 self.units[number].has_end_hint = True
 
@@ -240,7 +239,7 @@ class Engine(Ending):
                 self.order.leave(number)
         self.saved.treat(frame.units[-1] if frame.units else self._unit_under_way(), outputs)
         if frame.has_grad:
-            hint_begin(outputs, frame.units, self._need_in_backward)
+            hint_begin(outputs, frame.units, self._need_in_backward, self.flights.arrival())
         if not self._frames:
             self.order.close()
 
@@ -264,8 +263,7 @@ class Engine(Ending):
         place = f"the beginning of a {kind} forward of '{name}'" if name else f"the beginning of a {kind} forward"
         key = ("forward", name, frame.has_grad)
         if self.is_sharded and frame.has_grad:
-            # Forwards without a backward would create ever more keys; the last keys distinguish the kinds well enough.
-            self._forwards = [*self._forwards[1 - KEPT_FORWARDS :], key]
+            self.flights.begin(key)
         # Also without gradients: code inside may enable them, as in models of forces.
         frame.saved = self.saved.context()
         try:
@@ -280,11 +278,6 @@ class Engine(Ending):
     def _unit_under_way(self) -> int:
         """Return the unit of the innermost running module."""
         return next((frame.units[-1] for frame in reversed(self._frames) if frame.units), ROOT)
-
-    def _note_use(self, units: tuple[int, ...]) -> None:
-        for number in units:
-            self._used.add(number)
-            self.units[number].calls += 1
 
     def leave_passes(self, what: str) -> None:
         """Raise inside a forward or a backward, before any change; complete passes that an exception interrupted.
@@ -321,7 +314,7 @@ class Engine(Ending):
             if pass_.phase == "backward":
                 self.backwards += 1
                 self._task = -1
-                self._forwards, self._used = [], set()
+                self.flights.end()
                 for unit in self.units:
                     unit.end_backward()
             self._norms.forget()
@@ -337,7 +330,7 @@ class Engine(Ending):
         self.order.need(number)
         self.units[number].is_read_outside = True
         if torch.is_grad_enabled():
-            self._used.add(number)
+            self.flights.used.add(number)
         return True
 
     # -- backward ---------------------------------------------------------------------------------------------------
@@ -352,6 +345,7 @@ class Engine(Ending):
         if (self._task == (task := graph_task()) and self.order.current is not None) or self._is_in_forward:
             self.lane.check("a part of the backward")
             return
+        self.check_caller(False)
         self.lane.begin("the backward")
         if is_inside_reentrant_checkpoint():
             raise RuntimeError(
@@ -362,10 +356,11 @@ class Engine(Ending):
         self.learn()
         self._complete()
         self._task = task
-        key = ("backward", tuple(self._forwards), self.scope is not Scope.RANK)
-        pass_ = self.order.open("backward", key, scope=self.scope, expected=set(self._used))
+        kind, numbers = self.flights.kind_of(task)
+        key, used = ("backward", kind, self.scope is not Scope.RANK), self.flights.used
+        pass_ = self.order.open("backward", key, scope=self.scope, expected=set(used), numbers=numbers)
         call_after_backward(lambda: self._end_backward(pass_))
-        if ROOT in self._used:
+        if ROOT in used:
             self.order.need(ROOT)
 
     @alone
@@ -453,6 +448,8 @@ class Engine(Ending):
         """Prepare for a change of gradients by user code; raise inside a backward. Collective: maybe."""
         if graph_task() != -1:  # checked inline: `zero_grad` calls this once per parameter
             self.check_outside_backward(what)
+        if not is_forgotten:
+            self.check_caller(False)
         # An update in the background uses its gradients until it ends.
         (self._read_answer if is_forgotten else self.learn)()
         self.catch_up()

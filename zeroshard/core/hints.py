@@ -22,12 +22,15 @@ from zeroshard.tree import find
 __all__ = ["hint_begin", "hint_end"]
 
 
-def hint_begin(outputs: Any, units: Sequence[int], begin: Callable[[int], None]) -> None:
-    """Call the method `begin` with each unit but the root before the backward of a module, once for each output."""
+def hint_begin(
+    outputs: Any, units: Sequence[int], begin: Callable[[int], None], arrive: Callable[[], None] = lambda: None
+) -> None:
+    """Call `arrive`, then the method `begin` with each unit but the root, before a backward; for each output."""
     targets, tensors = _found(outputs, units)
     living = WeakMethod(begin)
 
     def begin_all(grad: torch.Tensor) -> None:
+        arrive()
         if (call := living()) is not None:
             for number in targets:
                 call(number)

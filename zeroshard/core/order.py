@@ -103,12 +103,14 @@ class Order:
         *,
         scope: Scope = Scope.RANK,
         expected: set[int] | None = None,
+        numbers: Sequence[int] | None = None,
         place: str = "",
         holds: bool = False,
     ) -> Pass:
         """Begin a pass; the previous pass must be closed.
 
         Args:
+            numbers: the units whose gradients a backward reduces; None for all.
             place: text of the first vote; "" for no vote.
             holds: whether a backward will follow, for which units may stay gathered.
         """
@@ -125,7 +127,8 @@ class Order:
         schedule = Schedule(
             replace(followed, requests=()) if asks else followed, lambda unit: self._units[unit].is_complete()
         )
-        pass_ = Pass(phase, key, self._count, scope, schedule, record is None, asks, expected=expected or set())
+        pass_ = Pass(phase, key, self._count, scope, schedule, record is None, asks)
+        pass_.expected, pass_.numbers = expected or set(), numbers or range(len(self._units))
         if place:
             self.votes.post(place)
             if asks:
@@ -209,7 +212,7 @@ class Order:
 
     def _left_over(self, pass_: Pass) -> Iterator[int]:
         """Yield the units with unreduced gradients, last first, in the order of backward passes."""
-        for unit in reversed(range(len(self._units))):
+        for unit in reversed(pass_.numbers):
             if pass_.scope is not Scope.RANK and self._units[unit].has_local:
                 yield unit
 
@@ -217,7 +220,7 @@ class Order:
         """Return whether a pass that follows its record leaves nothing for a rank to request."""
         requests = self._records[pass_.key].requests
         is_calm = not self.is_sharded or self._calm[pass_.key] >= CALM_PASSES
-        return is_calm and all(("reduce", unit.number) in requests for unit in self._units if unit.reducible())
+        return is_calm and all(("reduce", n) in requests for n in pass_.numbers if self._units[n].reducible())
 
     def _end(self, pass_: Pass, told: Told | None) -> None:
         """End a pass on all ranks: serve requests, complete reductions, agree on used parameters.
@@ -236,8 +239,8 @@ class Order:
             self._finish_all()
             changes = self._agree_on_use(pass_, told)
             if pass_.scope is Scope.ALL:
-                for one in self._units:
-                    self._tails[one.number] += one.finish_deferred(self._comm, pass_.number, str(pass_))
+                for number in pass_.numbers:
+                    self._tails[number] += self._units[number].finish_deferred(self._comm, pass_.number, str(pass_))
             self._wait_for_tails()
         finally:
             self.current = before
@@ -449,8 +452,7 @@ class Order:
                     unit.start_reduction(self._comm, pass_.number, str(pass_), pass_.scope, is_ready=is_ready)
                 )
             # Written after the action, with the bytes that the transport counted.
-            nbytes = sent[kind] - before
-            history.trace.add(history.event(pass_.phase, pass_.key, kind, number, history.steps, nbytes))
+            history.trace.add(history.event(pass_.phase, pass_.key, kind, number, history.steps, sent[kind] - before))
             if kind == "reduce" and self._comm.wire.is_in_place:
                 # No message is under way, and the next unit's gradients can reuse the buffer.
                 self._finish_all()
@@ -474,10 +476,9 @@ class Order:
 
     def _postpone(self, unit: Unit) -> None:
         """Record that gradients of `unit` wait for another rank; warn if they take more memory than two units."""
-        pass_ = self._open_pass()
+        pass_, history = self._open_pass(), self.history
         pass_.postponed.add(unit.number)
         pass_.waiting.add(unit.number)
-        history = self.history
         history.trace.add(history.event(pass_.phase, pass_.key, "postpone", unit.number, history.steps))
         if self._comm.mesh.rank == 0 and len(pass_.postponed) > WINDOW and not self._has_warned:
             self._has_warned = True

@@ -52,6 +52,8 @@ class Pass:
     agreed: list[tuple[Literal["gather", "reduce"], int, bool]] = field(default_factory=list)
     expected: set[int] = field(default_factory=set)
     """Units that this rank still needs in this pass: a gather served for others is kept."""
+    numbers: Sequence[int] = ()
+    """In a backward: the units whose gradients it reduces, also those of earlier backwards under `no_sync()`."""
 
     def __str__(self) -> str:
         return f"{self.phase} pass {self.number}"

@@ -340,7 +340,7 @@ class Unit:
     def end_backward(self) -> None:
         """Reset the state of one backward pass."""
         self.copy_arrived()
-        self.calls = self.landed = 0
+        self.landed = 0
         self.has_end_hint = self.is_recomputed = False
 
 

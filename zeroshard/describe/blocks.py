@@ -20,7 +20,7 @@ from typing import final
 
 from torch import nn
 
-__all__ = ["LARGE_PART", "SMALL_BYTES", "SMALL_PART", "apart_bytes", "find_blocks", "is_leaf", "large_bytes"]
+__all__ = ["LARGE_PART", "SMALL_BYTES", "SMALL_PART", "apart_bytes", "find_blocks", "is_leaf", "large_bytes", "members"]
 
 SMALL_BYTES = 1 << 20
 """Below this size, the latency of a message exceeds the cost of its bytes."""
@@ -59,6 +59,13 @@ def find_blocks(model: nn.Module) -> tuple[set[nn.Module], float]:
             apart = small
             tree.choose_apart(model, apart)
     return tree.chosen, apart
+
+
+def members(model: nn.Module, prefix: str = "") -> dict[nn.Module, str]:
+    """Return the modules that user code calls, with their names: the model, or the members of a container."""
+    if _is_called(model):
+        return {model: prefix[:-1]}
+    return {part: n for name, one in model.named_children() for part, n in members(one, f"{prefix}{name}.").items()}
 
 
 def large_bytes(total_bytes: int) -> float:

@@ -38,13 +38,16 @@ class UnitPlan:
         return sum(p.numel() for _, p in self.parameters)
 
 
-def plan_units(model: nn.Module, units: Sequence[object] | None, ignored: Collection[int] = ()) -> list[UnitPlan]:
+def plan_units(
+    model: nn.Module, units: Sequence[object] | None, ignored: Collection[int] = (), parts: Collection[nn.Module] = ()
+) -> list[UnitPlan]:
     """Return the units of `model`, the root first.
 
     Args:
         units: modules, module classes or class names. By default `describe/blocks.py` finds blocks, and small
             neighbours are joined until a message is worth its latency.
         ignored: parameters that are in no unit, by identity.
+        parts: modules that are called apart from each other: no unit has parameters of two.
 
     Raises:
         ValueError: an entry of `units` is not in the model.
@@ -53,23 +56,27 @@ def plan_units(model: nn.Module, units: Sequence[object] | None, ignored: Collec
     if isinstance(units, str | type):
         raise TypeError(f"units= takes a list of modules, module classes or class names; got {units!r} itself.")
     names = {module: name for name, module in model.named_modules()}
+    roots, least_bytes = {model, *parts}, None
     if units is None:
-        chosen, least_bytes = find_blocks(model)
+        found = [find_blocks(part) for part in parts or (model,)]
+        chosen, least_bytes = set().union(*(blocks for blocks, _ in found)), min(least for _, least in found)
     else:
-        chosen, least_bytes = _choose(model, units), None
-    plans = [UnitPlan("", model)] + [UnitPlan(names[m], m) for m in model.modules() if m in chosen and m is not model]
+        chosen = _choose(model, units)
+    own = (chosen | roots) - {model}
+    plans = [UnitPlan("", model)] + [UnitPlan(names[m], m) for m in model.modules() if m in own]
     by_module = {plan.module: plan for plan in plans}
     home: dict[nn.Parameter, UnitPlan] = {}
     _assign(model, "", plans[0], by_module, home, ignored)
     if least_bytes is None:
-        least_bytes = apart_bytes([plan.nbytes for plan in plans[1:]])
-    _split_large(plans, model, home, names, least_bytes)
+        least_bytes = apart_bytes([plan.nbytes for plan in plans if plan.module not in roots])
+    for root in [plan for plan in plans if plan.module in roots]:
+        _split_large(plans, root, home, names, least_bytes)
     for plan in plans:
         if plan.parameters:
             plan.entries[plan.module] = plan.name
     _add_other_owners(model, home, by_module, names)
-    found = [plans[0]] + [plan for plan in plans[1:] if plan.parameters]
-    return found if units is not None else _join_small(found, chosen)
+    kept = [plans[0]] + [plan for plan in plans[1:] if plan.parameters]
+    return kept if units is not None else _join_small(kept, chosen)
 
 
 def _choose(model: nn.Module, units: Sequence[object]) -> set[nn.Module]:
@@ -113,7 +120,7 @@ def _assign(
 
 def _split_large(
     plans: list[UnitPlan],
-    model: nn.Module,
+    root: UnitPlan,
     home: dict[nn.Parameter, UnitPlan],
     names: dict[nn.Module, str],
     least_bytes: float,
@@ -122,7 +129,6 @@ def _split_large(
 
     The root stays gathered for a whole pass, so a large parameter in it would take memory throughout.
     """
-    root = plans[0]
     first_owner: dict[nn.Parameter, nn.Module] = {}
     for module in names:
         for parameter in module.parameters(recurse=is_leaf(module)):
@@ -130,7 +136,7 @@ def _split_large(
     kept: list[Named] = []
     for name, parameter in root.parameters:
         owner = first_owner[parameter]
-        if parameter.nbytes <= least_bytes or owner is model:
+        if parameter.nbytes <= least_bytes or owner is root.module:
             kept.append((name, parameter))
         else:
             home[parameter] = UnitPlan(names[owner], owner, [(name, parameter)])

@@ -1,30 +1,38 @@
 """Pipelines: an axis "pipe" joins the domains of modules that make one step.
 
-Owns what all places of a pipe are compared for, and the refusal of torch's pipeline stages on a mesh without the axis.
-It must not know schedules. Read `Mesh.at_place` (`wire/mesh.py`) and `Comm.across` (`wire/comm.py`) first.
+Owns what all places of a pipe are compared for, the parts of a model at one place, and the refusal of what torch's
+pipelining does and the engine cannot serve. It must not know the order of micro-batches. Read `Mesh.at_place`
+(`wire/mesh.py`) and `Comm.across` (`wire/comm.py`) first.
 """
 
+import re
 import sys
 import weakref
 import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
+from types import FrameType
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 
+from zeroshard.callers import SPLIT, split_backward
 from zeroshard.core.engine import Engine
-from zeroshard.core.slot import NormsOfPlaces, Slot
+from zeroshard.core.hooks import Eager
+from zeroshard.core.slot import NormsOfPlaces, Slot, slot_of
 from zeroshard.join.start import accepted_by_all, texts_across_ranks
 from zeroshard.setup.equal import check_equal, facts_of
 from zeroshard.setup.request import Described
 from zeroshard.table.errors import RankMismatchError
-from zeroshard.torch_private import local_of
+from zeroshard.torch_private import graph_task, local_of
+from zeroshard.tree import find
 from zeroshard.wire.comm import Comm
 from zeroshard.wire.mesh import Mesh
 
-__all__ = ["check_places", "norms_over", "stage_check"]
+__all__ = ["caller_check", "check_places", "norms_over", "set_parts_apart"]
 
 STAGES = "torch.distributed.pipelining.stage"
+SCHEDULES = "torch.distributed.pipelining.schedules"
 META = "on the meta device"
 
 
@@ -116,20 +124,72 @@ def norms_over(engine: Engine, elsewhere: Collection[str]) -> NormsOfPlaces:
     return over
 
 
-def stage_check(mesh: Mesh) -> Callable[[], None]:
-    """Return a function that raises if torch's PipelineStage is running, for a mesh without an axis "pipe"."""
+@final
+class SetApart(Eager):
+    """After the forward of a part: keeps with its outputs what its backward needs ("Note: micro-batches in flight")."""
 
-    def check() -> None:
+    def __init__(self, engine: Engine, part: str, numbers: Sequence[int]) -> None:
+        super().__init__()
+        self._engine, self._part, self._numbers = engine, part, numbers
+
+    def _run(self, module: nn.Module, args: Any, output: Any) -> None:
+        flights, tensors = self._engine.flights, [one for one in find(output, Tensor) if one.grad_fn is not None]
+        if tensors and self._engine.gathered is None and graph_task() == -1:
+            arrive = flights.arrival()
+            flights.set_apart(self._part, self._numbers)
+            for one in tensors:
+                one.register_hook(lambda grad: arrive())
+
+
+def set_parts_apart(engine: Engine, described: Described) -> None:
+    """Let the kind of a backward name the part of the model at whose outputs it begins, as a schedule calls them."""
+    engine.flights.parts = frozenset(described.parts.values())
+    for part, name in described.parts.items():
+        inside = set(part.modules())
+        numbers = [number for number, plan in enumerate(described.plans) if inside & plan.entries.keys()]
+        # First, so that the outputs' hooks run before those that the engine registers when the forward ends.
+        engine.undo.keep(part.register_forward_hook(SetApart(engine, name, numbers), prepend=True))
+
+
+def caller_check(mesh: Mesh) -> Callable[[bool], None]:
+    """Return a function that raises where torch's pipelining calls it as the mesh or the engine cannot serve it.
+
+    These are pipeline stages on a mesh without an axis "pipe", and split backwards.
+    """
+    known = weakref.WeakSet[Any]()
+    """Schedules that do not split backwards."""
+    has_run = False
+    """Whether a forward has begun: a model in the loss of a pipeline stage has a backward there, and may."""
+
+    def check(is_forward: bool) -> None:
+        nonlocal has_run
+        is_apart, has_run = has_run and not is_forward, has_run or is_forward
         if STAGES not in sys.modules:
             return
-        frame = sys._getframe()
+        frame: FrameType | None = sys._getframe()
         while frame is not None:
-            if frame.f_globals.get("__name__") == STAGES:
+            name = frame.f_globals.get("__name__")
+            if name == STAGES and mesh.pipe is None and not is_apart:
                 raise RuntimeError(
                     f"{mesh} torch's PipelineStage runs a model that zs.shard() took over without an axis 'pipe': all "
                     "ranks of its mesh have the values of the first one, and norms, clipping and overflows would be "
                     "those of one pipeline stage. Pass a DeviceMesh with an axis named 'pipe' to zs.shard(mesh=)."
                 )
-            frame = frame.f_back  # type: ignore[assignment]
+            if name == SPLIT[0] and (function := frame.f_code.co_name) in SPLIT[1]:
+                weight = frame.f_locals.get("weight")
+                whose = "" if weight is None else f" of '{slot_of(weight).name}'"
+                raise RuntimeError(f"{mesh} {split_backward(f'{function}()', whose)}")
+            if name == SCHEDULES and (schedule := frame.f_locals.get("self")) is not None and schedule not in known:
+                if _is_split(schedule):
+                    raise RuntimeError(f"{mesh} {split_backward(type(schedule).__name__)}")
+                known.add(schedule)
+            frame = frame.f_back
 
     return check
+
+
+def _is_split(schedule: object) -> bool:
+    """Return whether a schedule has backwards for inputs or for weights alone, such as "2I0" and "2W0"."""
+    orders = [getattr(schedule, name, None) for name in ("pipeline_order", "pipeline_order_with_comms")]
+    actions = (action for order in orders if order for row in order.values() for action in row)
+    return any(re.search(r"\d[IW]\d", str(action)) for action in actions)

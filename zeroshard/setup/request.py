@@ -20,6 +20,7 @@ from zeroshard.core.parameter import ShardedParameter
 from zeroshard.core.slot import Form
 from zeroshard.describe.asked import Asked, resolve
 from zeroshard.describe.axes import Axes, ranks_of
+from zeroshard.describe.blocks import members
 from zeroshard.describe.ignored import ignored_of
 from zeroshard.describe.offload import OffloadLike, row_with
 from zeroshard.describe.optimizers import Optimizers, check_entries, optimizers_of
@@ -108,6 +109,11 @@ class Described:
     ignored: Mapping[int, str] = field(default_factory=dict)
 
     @property
+    def parts(self) -> Mapping[nn.Module, str]:
+        """The modules that user code calls, with their names: the model, or, on a pipe, the members of a container."""
+        return members(self.model) if self.mesh.pipe is not None else {self.model: ""}
+
+    @property
     def scale(self) -> float:
         """The factor of sums of gradients over ranks."""
         if isinstance(self.reduction, str):
@@ -149,7 +155,7 @@ def describe(request: Request, joined: Mesh, forms_of: FormsOf) -> Described:
     _check_devices(model, mesh, ignored)
     if mesh.device.type == "cuda":
         refuse_graphs(model)
-    plans = plan_units(model, request.units, ignored)
+    plans = plan_units(model, request.units, ignored, members(model) if mesh.pipe is not None else ())
     source = check_source(model, request.weights, compares=mesh.rank == 0)
     forms = forms_of(model, mesh, bool(ignored))
 

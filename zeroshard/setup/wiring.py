@@ -10,7 +10,7 @@ Note: order
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, final
 
 import torch
@@ -37,6 +37,7 @@ __all__ = ["wire"]
 def wire(
     engine: Engine,
     model: nn.Module,
+    parts: Mapping[nn.Module, str],
     plans: Sequence[UnitPlan],
     methods: Sequence[str],
     precision: Precision,
@@ -44,21 +45,26 @@ def wire(
 ) -> dict[nn.Module, tuple[Enter, Exit]]:
     """Register the hooks on every module whose forward needs gathered units, and on the model.
 
+    Args:
+        parts: the modules that user code calls, with their names: the model, or modules in it.
+
     Returns: the hooks of each module's forward.
     """
-    entries: dict[nn.Module, tuple[str, tuple[int, ...]]] = {model: ("", ())}
+    entries: dict[nn.Module, tuple[str, tuple[int, ...]]] = {part: (name, ()) for part, name in parts.items()}
     for unit, plan in zip(engine.units, plans, strict=True):
         # Otherwise only the model needs an event; its entry checks and completes passes.
         for module, name in plan.entries.items() if engine.has_frames else ():
             known = entries.get(module, ("", ()))[1]
-            entries[module] = (name, (*known, unit.number))
-    edge = _hang_casts(engine, model, [module for plan in plans for module in plan.entries], precision, chosen)
-    return _hang(engine, model, entries, _registered(model), methods, edge)
+            entries[module] = (parts.get(module, name), (*known, unit.number))
+    called = [*parts, *(module for plan in plans for module in plan.entries)]
+    edge = _hang_casts(engine, model, called, precision, chosen)
+    return _hang(engine, model, parts, entries, _registered(model), methods, edge)
 
 
 def _hang(
     engine: Engine,
     model: nn.Module,
+    parts: Iterable[nn.Module],
     entries: dict[nn.Module, tuple[str, tuple[int, ...]]],
     own: Sequence[Registered],
     forward_methods: Sequence[str],
@@ -75,7 +81,7 @@ def _hang(
     engine.undo.add(additions.end)
     hooks, added = {}, additions.first
     for module, (name, units) in entries.items():
-        checked = (own, added) if module is model else ()
+        checked = (own, added) if module in parts else ()
         enter, leave = hooks[module] = Enter(engine, name, units, *checked), Exit(engine)
         keep(module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
         keep(module.register_forward_hook(leave, with_kwargs=True, always_call=True))
@@ -94,16 +100,19 @@ def _hang(
         keep(parameter.requires_grad_(True).register_post_accumulate_grad_hook(landed))
         parameter.requires_grad_(is_trainable)
     if tables := [p for p in parameters if len(slot_of(p).bucket.parameters) == 1]:
-        keep(model.register_forward_hook(AddInPlace(tables)))
+        for part in parts:
+            keep(part.register_forward_hook(AddInPlace(tables)))
     taken = set(map(id, parameters))
     for name, parameter in model.named_parameters():
         if id(parameter) not in taken and parameter.requires_grad and engine.mesh.world_size > 1:
             keep(parameter.register_post_accumulate_grad_hook(NameGradient(name)))
-    if engine.mesh.device.type == "cuda":
-        # Elsewhere such a mode records nothing, and the forward has no hook for it.
-        keep(model.register_forward_pre_hook(RefuseGraphs(), prepend=True))
-    if edge is None and any(p.requires_grad and p.dtype is torch.float32 for p in parameters):
-        keep(model.register_forward_pre_hook(RefuseUnapplied(engine.mesh), prepend=True))
+    has_fp32 = any(p.requires_grad and p.dtype is torch.float32 for p in parameters)
+    for part in parts:
+        if engine.mesh.device.type == "cuda":
+            # Elsewhere such a mode records nothing, and the forward has no hook for it.
+            keep(part.register_forward_pre_hook(RefuseGraphs(), prepend=True))
+        if edge is None and has_fp32:
+            keep(part.register_forward_pre_hook(RefuseUnapplied(engine.mesh), prepend=True))
     refuse_save, refuse_load, lend = RefuseSave(engine), RefuseLoad(engine), LendStorages()
     for module in model.modules():
         keep(module.register_state_dict_pre_hook(refuse_save))
@@ -116,12 +125,12 @@ def _hang(
 
 
 def _hang_casts(
-    engine: Engine, model: nn.Module, blocks: Iterable[nn.Module], precision: Precision, chosen: Iterable[Chosen]
+    engine: Engine, model: nn.Module, called: Iterable[nn.Module], precision: Precision, chosen: Iterable[Chosen]
 ) -> Edge | None:
     """Cast at the edges of the model, and of the modules with a separate precision or dtype.
 
     Args:
-        blocks: modules that user code may call directly.
+        called: modules that user code may call directly.
         chosen: modules with a separate precision.
     """
     casts, keep = [(one.module, one.inside, one.outside) for one in chosen], engine.undo.keep
@@ -132,7 +141,7 @@ def _hang_casts(
                 casts.append((module, kept.dtype, precision.param))
         output = precision.output or torch.float32
         edge = Edge(CastIn(precision.param, engine.loss_scale), CastOut(output, engine.loss_scale))
-        edges = dict.fromkeys((model, *blocks))
+        edges = dict.fromkeys(called)
         for module in edges:
             keep(module.register_forward_pre_hook(EdgeIn(edge), with_kwargs=True))
     # Inside the other edge, for inputs and outputs, if a module has both.
