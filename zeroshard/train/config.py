@@ -67,6 +67,7 @@ ALIASES: Final = MappingProxyType(
 )
 """Names of settings in other programs. A setting may also be given without its section."""
 _CPU_RANKS: Final = 2
+_WHOLE_OPTIMIZERS: Final = ("muon", "adafactor")
 _TOKENIZERS: Final = ("tokenizer*", "vocab.*", "*.model", "spiece.*")
 _MODEL_FILES: Final = ("config.json", "generation_config.json")
 _TOKENIZER_FILES: Final = (*_TOKENIZERS, "merges.txt", "added_tokens.json", "special_tokens_map.json", "chat_template*")
@@ -233,6 +234,9 @@ class Run(_Section):
     ranks: int = Field(
         default=0, ge=0, description="processes; 0 for one per GPU, or 2 on a CPU; torchrun's number has priority"
     )
+    tensor: int = Field(
+        default=1, ge=1, description="ranks that split each layer (tensor parallelism) and read the same batches"
+    )
     seed: int = Field(default=1, ge=0, description="seed of parameters, data order and sample")
     profile_steps: int = Field(default=0, ge=0, description="steps to profile, after the first two; 0 for none")
     log_every: int = Field(default=50, ge=1, description="steps between lines without a terminal")
@@ -303,10 +307,34 @@ class Config(_Section):
     def _check_batch(self) -> Self:
         resolved = self.resolved()
         batch, ranks, accumulation = resolved.train.batch, resolved.run.ranks, self.train.accumulation
-        if batch < ranks * accumulation:
+        tensor = self.run.tensor
+        if ranks % tensor:
             raise ValueError(
-                f"train.batch={batch} windows are not one for each of run.ranks={ranks} times "
-                f"train.accumulation={accumulation} micro-batches; set train.batch to {ranks * accumulation} or more"
+                f"run.tensor={tensor} does not divide run.ranks={ranks}; set run.ranks to a multiple of {tensor}, or "
+                f"run.tensor to a divisor of {ranks}"
+            )
+        if batch < (readers := ranks // tensor) * accumulation:
+            split = f" / run.tensor={tensor}" * (tensor > 1)
+            raise ValueError(
+                f"train.batch={batch} windows are not one for each of run.ranks={ranks}{split} times "
+                f"train.accumulation={accumulation} micro-batches; set train.batch to {readers * accumulation} or more"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_split(self) -> Self:
+        tensor, train = self.run.tensor, self.train
+        if tensor == 1:
+            return self
+        if train.compile_blocks:
+            raise ValueError(
+                f"train.compile_blocks=true with run.tensor={tensor}: torch.compile cannot trace parameters that are "
+                "split over ranks; leave out one of the two"
+            )
+        if train.optimizer in _WHOLE_OPTIMIZERS:
+            raise ValueError(
+                f"train.optimizer={train.optimizer} needs whole matrices, and run.tensor={tensor} splits them; use an "
+                "element-wise optimizer, such as adamw, or run.tensor=1"
             )
         return self
 
