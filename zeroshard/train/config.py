@@ -17,6 +17,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 import zeroshard as zs
 from zeroshard.train.inputs import read_input
 from zeroshard.train.models.shape import GPTConfig
+from zeroshard.train.ranks import check_ranks, check_split
 
 __all__ = [
     "ALIASES",
@@ -67,7 +68,6 @@ ALIASES: Final = MappingProxyType(
 )
 """Names of settings in other programs. A setting may also be given without its section."""
 _CPU_RANKS: Final = 2
-_WHOLE_OPTIMIZERS: Final = ("muon", "adafactor")
 _TOKENIZERS: Final = ("tokenizer*", "vocab.*", "*.model", "spiece.*")
 _MODEL_FILES: Final = ("config.json", "generation_config.json")
 _TOKENIZER_FILES: Final = (*_TOKENIZERS, "merges.txt", "added_tokens.json", "special_tokens_map.json", "chat_template*")
@@ -304,38 +304,12 @@ class Config(_Section):
         return self.model_copy(update={"train": self.train.model_copy(update=derived), "run": run})
 
     @model_validator(mode="after")
-    def _check_batch(self) -> Self:
-        resolved = self.resolved()
-        batch, ranks, accumulation = resolved.train.batch, resolved.run.ranks, self.train.accumulation
-        tensor = self.run.tensor
-        if ranks % tensor:
-            raise ValueError(
-                f"run.tensor={tensor} does not divide run.ranks={ranks}; set run.ranks to a multiple of {tensor}, or "
-                f"run.tensor to a divisor of {ranks}"
-            )
-        if batch < (readers := ranks // tensor) * accumulation:
-            split = f" / run.tensor={tensor}" * (tensor > 1)
-            raise ValueError(
-                f"train.batch={batch} windows are not one for each of run.ranks={ranks}{split} times "
-                f"train.accumulation={accumulation} micro-batches; set train.batch to {readers * accumulation} or more"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _check_split(self) -> Self:
-        tensor, train = self.run.tensor, self.train
-        if tensor == 1:
-            return self
-        if train.compile_blocks:
-            raise ValueError(
-                f"train.compile_blocks=true with run.tensor={tensor}: torch.compile cannot trace parameters that are "
-                "split over ranks; leave out one of the two"
-            )
-        if train.optimizer in _WHOLE_OPTIMIZERS:
-            raise ValueError(
-                f"train.optimizer={train.optimizer} needs whole matrices, and run.tensor={tensor} splits them; use an "
-                "element-wise optimizer, such as adamw, or run.tensor=1"
-            )
+    def _check_ranks(self) -> Self:
+        resolved, tensor, accumulation = self.resolved(), self.run.tensor, self.train.accumulation
+        check_ranks(resolved.train.batch, ranks=resolved.run.ranks, tensor=tensor, accumulation=accumulation)
+        if tensor > 1:
+            treatments = "" if self.hf_folder else self.zero.residency or self.zero.activations
+            check_split(tensor, self.train.optimizer, treatments, compiles=self.train.compile_blocks)
         return self
 
 

@@ -33,9 +33,6 @@ from zeroshard.train.models.split_hf import split_hf
 
 __all__ = ["split", "split_language"]
 
-_TIME = Shard(1)
-"""Of activations, (batch, time, width)."""
-
 
 def split(model: nn.Module, mesh: DeviceMesh) -> None:
     """Split a GPT, or a model of transformers by its own plan, over a mesh of one axis, in place.
@@ -54,16 +51,17 @@ def split(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def _split_gpt(model: GPT, mesh: DeviceMesh) -> None:
+    by_time = Shard(1)  # of activations, (batch, time, width)
     plan: dict[str, Any] = {
-        "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=_TIME),
+        "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=by_time),
         "blocks.*.attention_norm": SequenceParallel(),
-        "blocks.*.attention.qkv_by_head": ColwiseParallel(input_layouts=_TIME),
-        "blocks.*.attention.out": RowwiseParallel(output_layouts=_TIME),
+        "blocks.*.attention.qkv_by_head": ColwiseParallel(input_layouts=by_time),
+        "blocks.*.attention.out": RowwiseParallel(output_layouts=by_time),
         "blocks.*.mlp_norm": SequenceParallel(),
-        "blocks.*.mlp.up": ColwiseParallel(input_layouts=_TIME),
-        "blocks.*.mlp.down": RowwiseParallel(output_layouts=_TIME),
+        "blocks.*.mlp.up": ColwiseParallel(input_layouts=by_time),
+        "blocks.*.mlp.down": RowwiseParallel(output_layouts=by_time),
         "norm": SequenceParallel(),
-        "head": ColwiseParallel(input_layouts=_TIME, use_local_output=False),
+        "head": ColwiseParallel(input_layouts=by_time, use_local_output=False),
     }
     parallelize_module(model, mesh, plan)
     model.head.weight = model.embedding.weight  # `parallelize_module` makes a parameter for each

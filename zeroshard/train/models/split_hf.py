@@ -6,6 +6,7 @@ must not know the loop. Read `plan_of` first.
 
 import re
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, Final
 
 import torch
@@ -18,16 +19,18 @@ __all__ = ["plan_of", "split_hf"]
 
 _FIRST, _BEYOND = (5, 23), (5, 25)
 """Versions of transformers with the functions below: from the first on, and below the second."""
-_DIMENSIONS: Final = {
-    "colwise": -2,
-    "colwise_gather_output": -2,
-    "colwise_rep": -2,
-    "rowwise": -1,
-    "rowwise_rep": -1,
-    "rowwise_split_input": -1,
-    "embedding_rowwise": 0,
-    "embedding_colwise": 1,
-}
+_DIMENSIONS: Final = MappingProxyType(
+    {
+        "colwise": -2,
+        "colwise_gather_output": -2,
+        "colwise_rep": -2,
+        "rowwise": -1,
+        "rowwise_rep": -1,
+        "rowwise_split_input": -1,
+        "embedding_rowwise": 0,
+        "embedding_colwise": 1,
+    }
+)
 """The dimension of a matrix that each style splits."""
 _SUMMED: Final = "replicated_with_grad_allreduce"
 _STYLES: Final = frozenset([*_DIMENSIONS, _SUMMED, "replicate", "all_reduce"])
@@ -64,7 +67,7 @@ def plan_of(model: Any, tensor: int) -> Mapping[str, str]:
             )
     config = model.config.get_text_config()
     for key, value in config.to_dict().items():
-        if _RANDOM.search(key) and isinstance(value, int | float) and value > 0:
+        if _RANDOM.search(key) and isinstance(value, int | float) and not isinstance(value, bool) and value > 0:
             raise ValueError(
                 f"run.tensor={tensor}: {key} of {name} is {value}, and ranks that split a layer would draw other "
                 f"numbers; set it to 0 in config.json, or {otherwise}"
