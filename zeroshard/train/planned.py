@@ -86,7 +86,11 @@ def _model_of(
 
         from zeroshard.train.models.split import split  # imports torch's DTensor, which is slow
 
-        return model, {"parallelize": split}, loss_parallel()
+        def split_apart(module: Any, mesh: DeviceMesh) -> None:
+            # torch keeps what it inferred by mesh, and the ranks of a run may be an equal mesh of this process.
+            split(module, DeviceMesh("cpu", mesh.mesh, mesh_dim_names=("planned",)))
+
+        return model, {"parallelize": split_apart}, loss_parallel()
     if not config.hf_folder:
         return make_model(config, load_tokenizer(config.tokenizer)).module, {}, contextlib.nullcontext()
     import transformers
