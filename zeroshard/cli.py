@@ -77,6 +77,7 @@ def train(
     ranks: Annotated[
         int | None, _setting("run.ranks", "Processes; 0: one per GPU, or 2 on a CPU. torchrun's number has priority.")
     ] = None,
+    tensor: Annotated[int | None, _setting("run.tensor", "Ranks that split each layer: tensor parallelism.")] = None,
     stage: Annotated[str | None, typer.Option(help="ZeRO stage. Default: 3.", metavar="0|1|2|3|auto")] = None,
     residency: Annotated[str | None, _setting("zero.residency", "Row of the ZeRO paper; replaces --stage.")] = None,
     activations: Annotated[
@@ -110,6 +111,7 @@ def train(
         "model.source": model,
         "model.depth": depth,
         "run.ranks": ranks,
+        "run.tensor": tensor,
         "zero.stage": stage,
         "zero.residency": residency,
         "zero.activations": activations,

@@ -36,7 +36,9 @@ def test_groups_and_rates_follow_the_optimizer(name: str) -> None:
     named = {id(p): name for name, p in language.module.named_parameters()}
     if name == "muon":
         moved = [named[id(p)] for group in optimizer.param_groups if group["use_muon"] for p in group["params"]]
-        assert moved == [f"blocks.0.{part}.weight" for part in ("attention.qkv", "attention.out", "mlp.up", "mlp.down")]
+        assert moved == [
+            f"blocks.0.{part}.weight" for part in ("attention.qkv_by_head", "attention.out", "mlp.up", "mlp.down")
+        ]
         rates = {group["use_muon"]: group["lr"] for group in optimizer.param_groups}
         assert rates[False] == pytest.approx(config_of("adamw").train.learning_rate)
         assert rates[True] > rates[False]

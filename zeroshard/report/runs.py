@@ -68,9 +68,11 @@ def read_runs(folders: Sequence[str | Path]) -> PageData:
             comparison += _comparison(summary["ranks"], label)
             if len(ended) == 1:
                 data["model"] = Model(name=summary["model"], parameters_numel=summary["parameters_numel"])
+                split = {"tensor": summary["tensor"]} if summary.get("tensor", 1) > 1 else {}
                 data["options"] = {
                     "row": summary["row"],
                     "ranks": summary["world_size"],
+                    **split,
                     "steps": summary["steps"],
                     "tokens/s": round(summary["tokens_per_s"]),
                 }

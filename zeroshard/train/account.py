@@ -31,7 +31,8 @@ def describe_start(run: Run) -> Start:
     mesh, row = run.mesh, run.zero.residency
     return Start(
         model=f"{run.language.description}, {run.config.train.precision}",
-        mesh=f"{mesh.world_size} {'rank' if mesh.world_size == 1 else 'ranks'} on {mesh.device.type}",
+        mesh=f"{mesh.world_size} {'rank' if mesh.world_size == 1 else 'ranks'} on {mesh.device.type}"
+        + f", {run.config.run.tensor} of them split a layer" * (run.config.run.tensor > 1),
         data=_name_data(run),
         row=name_row(run.config),
         cells={column: str(getattr(row, column)) for column in ("states", "gradients", "parameters", "activations")},
@@ -62,6 +63,7 @@ def summarize(run: Run, sample: str, profile: str, is_interrupted: bool) -> Summ
         depth=None if config.hf_folder else config.model.depth,
         parameters_numel=run.parameters_numel,
         world_size=run.mesh.world_size,
+        tensor=run.config.run.tensor,
         stage=int(config.zero.stage),
         row=name_row(config),
         final_train_loss=statistics.fmean(tally.losses),
@@ -89,7 +91,7 @@ def _compare(run: Run) -> Mapping[str, Any]:
     held["parameters"] += sum(buffer.nbytes for buffer in run.model.buffers())
     peak_bytes = torch.cuda.max_memory_allocated() if run.mesh.device.type == "cuda" else None
     step_s = tally.train_s / tally.steps
-    return compare_plan(run.config, held, step_s, tokens_per_step(run.config) / step_s, peak_bytes)
+    return compare_plan(run.config, run.axes, held, step_s, tokens_per_step(run.config) / step_s, peak_bytes)
 
 
 def _rank_bytes(run: Run) -> list[RankBytes]:

@@ -17,6 +17,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 import zeroshard as zs
 from zeroshard.train.inputs import read_input
 from zeroshard.train.models.shape import GPTConfig
+from zeroshard.train.ranks import check_ranks, check_split
 
 __all__ = [
     "ALIASES",
@@ -233,6 +234,9 @@ class Run(_Section):
     ranks: int = Field(
         default=0, ge=0, description="processes; 0 for one per GPU, or 2 on a CPU; torchrun's number has priority"
     )
+    tensor: int = Field(
+        default=1, ge=1, description="ranks that split each layer (tensor parallelism) and read the same batches"
+    )
     seed: int = Field(default=1, ge=0, description="seed of parameters, data order and sample")
     profile_steps: int = Field(default=0, ge=0, description="steps to profile, after the first two; 0 for none")
     log_every: int = Field(default=50, ge=1, description="steps between lines without a terminal")
@@ -300,14 +304,12 @@ class Config(_Section):
         return self.model_copy(update={"train": self.train.model_copy(update=derived), "run": run})
 
     @model_validator(mode="after")
-    def _check_batch(self) -> Self:
-        resolved = self.resolved()
-        batch, ranks, accumulation = resolved.train.batch, resolved.run.ranks, self.train.accumulation
-        if batch < ranks * accumulation:
-            raise ValueError(
-                f"train.batch={batch} windows are not one for each of run.ranks={ranks} times "
-                f"train.accumulation={accumulation} micro-batches; set train.batch to {ranks * accumulation} or more"
-            )
+    def _check_ranks(self) -> Self:
+        resolved, tensor, accumulation = self.resolved(), self.run.tensor, self.train.accumulation
+        check_ranks(resolved.train.batch, ranks=resolved.run.ranks, tensor=tensor, accumulation=accumulation)
+        if tensor > 1:
+            treatments = "" if self.hf_folder else self.zero.residency or self.zero.activations
+            check_split(tensor, self.train.optimizer, treatments, compiles=self.train.compile_blocks)
         return self
 
 

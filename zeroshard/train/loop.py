@@ -74,6 +74,7 @@ def train(config: Config, reporter: Reporter, is_stop_wanted: Callable[[], bool]
                 files = stack.enter_context(RunFiles(config.folder, to_toml(config), run.tally.steps))
                 keep_export_files(config)
                 reporters = [files, reporter]
+            stack.enter_context(run.language.around_steps())
             return _train(run, Reporters(reporters), files, is_stop_wanted)
     finally:
         if torch.distributed.is_initialized() and not is_joined:
@@ -184,7 +185,7 @@ def _backward(run: Run) -> Tensor:
     """Accumulate the gradients of this rank's part of the global batch.
 
     Each micro-batch is weighted by its windows, so the mean over ranks is the mean over all windows, even if the
-    numbers of windows differ between ranks.
+    numbers of windows differ between ranks. Ranks along the axis "tensor" have the same part.
 
     Returns:
         The loss of this part in nats, 0-d; its mean over ranks is the loss of the global batch.
@@ -196,8 +197,8 @@ def _backward(run: Run) -> Tensor:
         step=run.tally.steps,
         batch=train.batch,
         context=run.config.model.context,
-        rank=mesh.rank,
-        world_size=mesh.world_size,
+        rank=run.reader,
+        world_size=run.readers,
     )
     total = torch.zeros((), device=mesh.device)
     parts = train.accumulation
@@ -205,7 +206,7 @@ def _backward(run: Run) -> Tensor:
     for number, (micro_inputs, micro_targets) in enumerate(micro_batches, start=1):
         with _reduction(run, is_last=number == train.accumulation):
             loss = run.language.compute_loss(micro_inputs.to(mesh.device), micro_targets.to(mesh.device))
-            loss = loss / (train.batch / (len(micro_inputs) * mesh.world_size))
+            loss = loss / (train.batch / (len(micro_inputs) * run.readers))
             loss.backward()
         total += loss.detach()
     return total
@@ -264,8 +265,8 @@ def _evaluate(run: Run) -> EvalRecord:
         batch=_EVAL_WINDOWS,
         context=run.config.model.context,
         scored=scored,
-        rank=run.mesh.rank,
-        world_size=run.mesh.world_size,
+        rank=run.reader,
+        world_size=run.readers,
     )
     nats = torch.zeros((), dtype=torch.float64, device=run.mesh.device)
     run.model.eval()
@@ -276,7 +277,7 @@ def _evaluate(run: Run) -> EvalRecord:
     run.model.train()
     mine = torch.stack([nats, torch.tensor(time.perf_counter() - start_s).to(nats)])
     mean, eval_s = zs.mean_across_ranks(mine).tolist()
-    total = mean * run.mesh.world_size
+    total = mean * run.readers
     return EvalRecord(
         step=run.tally.steps,
         loss=total / scored,
@@ -287,7 +288,7 @@ def _evaluate(run: Run) -> EvalRecord:
 
 
 def _sample(run: Run) -> str:
-    """Generate the sample on rank 0, with the full parameters gathered on all ranks.
+    """Generate the sample on rank 0 and those along its axis "tensor", with the full parameters gathered on all ranks.
 
     Collective: `gathered()`; every rank must call.
     """
@@ -297,7 +298,7 @@ def _sample(run: Run) -> str:
     [(prompt, _)] = run.tokenizer.encode([wanted.prompt])
     tokens_per_byte = run.corpus.train.numel() / run.corpus.train_bytes
     with run.zero.gathered():
-        if run.mesh.rank:
+        if run.reader:
             return ""
         run.model.eval()
         tokens = generate(

@@ -113,6 +113,7 @@ class Summary:
         steps: total number of steps done.
         resumed_at: number of steps done at each resume; `ranks` counts from the last resume.
         depth: depth of a GPT; None for other models.
+        tensor: number of ranks that split a layer, of `world_size`; each batch is divided over the rest.
         final_train_loss: mean over the last steps, up to 50, in nats per token.
         final_heldout_loss: loss of the last evaluation, in nats per token.
         bits_per_byte: bits per byte of text in the last evaluation; unlike losses, comparable between tokenizers.
@@ -146,6 +147,7 @@ class Summary:
     versions: Mapping[str, str]
     profile: str = ""
     plan: Mapping[str, Any] = field(default_factory=dict)
+    tensor: int = 1
 
 
 class Reporter(Protocol):

@@ -3,16 +3,18 @@
 Owns the conversion of a configuration into arguments of `zs.plan`, and the text. It must not know how plans are made.
 """
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 import zeroshard as zs
 from zeroshard.train.config import AUTO, Config
-from zeroshard.train.models.gpt import GPT
+from zeroshard.train.run import make_model
 from zeroshard.train.text import open_source
 from zeroshard.train.tokenizer import load_tokenizer
 
@@ -22,8 +24,12 @@ UNTIMED: Final = "no profile of this machine is stored, so time is not predicted
 MB: Final = 1e6
 
 
-def plan_run(config: Config) -> tuple[zs.Plan, bool]:
+def plan_run(config: Config, axes: DeviceMesh | None = None) -> tuple[zs.Plan, bool]:
     """Return the plan of a run, and whether its times are meaningful: whether a profile of this machine is stored.
+
+    Args:
+        axes: the mesh of the run if it has an axis "tensor" and this process is one of its ranks: a plan cannot emulate
+            a second process group.
 
     Raises:
         ValueError, TypeError, RuntimeError, ImportError: the model cannot be planned.
@@ -34,38 +40,63 @@ def plan_run(config: Config) -> tuple[zs.Plan, bool]:
         device, is_timed = zs.host_device(), False
     if device.is_cpu:  # ranks of a host share its memory
         device = replace(device, memory_bytes=device.memory_bytes // config.run.ranks)
-    train, zero = config.train, config.zero
-    batch = -(-train.batch // (config.run.ranks * train.accumulation))  # on the rank with the most windows
+    train, zero, tensor = config.train, config.zero, config.run.tensor
+    # On the rank with the most windows.
+    batch = -(-train.batch // (config.run.ranks // tensor * train.accumulation))
     inputs: Any = None
-    if config.hf_folder:
-        if not (Path(config.hf_folder) / "config.json").is_file():
-            raise ValueError(f"{config.hf_folder} is not a folder with a config.json; give the folder of the model.")
-        import transformers
-
-        model: Any = transformers.AutoConfig.from_pretrained(config.hf_folder, local_files_only=True)
-    else:
+    if not config.hf_folder:
         with torch.device("meta"):
-            model = GPT(replace(config.gpt, vocabulary=load_tokenizer(config.tokenizer).vocabulary))
             inputs = [torch.zeros((batch, config.model.context), dtype=torch.int64) for _ in range(2)]
+    model, split, around = _model_of(config, axes)
     row: dict[str, Any] = {"stage": zero.stage, "activations": zero.activations}
     if zero.residency:  # it replaces the default stage, not a choice
         row = {"residency": zero.residency, "stage": zero.stage if zero.stage == AUTO else None}
-    plan = zs.plan(
-        model,
-        world_size=config.run.ranks,
-        device=device,
-        batch=batch,
-        seq=config.model.context,
-        **row,
-        precision=train.precision,
-        offload=zero.offload or None,
-        micro_batches=train.accumulation,
-        no_sync=zero.no_sync,
-        inputs=inputs,
-        optimizer="momentum" if train.optimizer == "sgd" and train.beta1 else train.optimizer,
-        fused=train.optimizer in ("adamw", "sgd"),
-    )
+    with around:
+        plan = zs.plan(
+            model,
+            world_size=config.run.ranks,
+            device=device,
+            batch=batch,
+            seq=config.model.context,
+            **row,
+            precision=train.precision,
+            offload=zero.offload or None,
+            micro_batches=train.accumulation,
+            no_sync=zero.no_sync,
+            tensor=tensor,
+            **split,
+            inputs=inputs,
+            optimizer="momentum" if train.optimizer == "sgd" and train.beta1 else train.optimizer,
+            fused=train.optimizer in ("adamw", "sgd"),
+        )
     return plan, is_timed
+
+
+def _model_of(
+    config: Config, axes: DeviceMesh | None
+) -> tuple[Any, Mapping[str, Any], contextlib.AbstractContextManager[object]]:
+    """Return what `zs.plan` takes as the model, its arguments for a split, and the context of the plan."""
+    if config.hf_folder and not (Path(config.hf_folder) / "config.json").is_file():
+        raise ValueError(f"{config.hf_folder} is not a folder with a config.json; give the folder of the model.")
+    if config.run.tensor > 1:
+        model = make_model(config, load_tokenizer(config.tokenizer), axes).module
+        if axes is not None:
+            return model, {}, contextlib.nullcontext()  # the run is in the context already
+        from torch.distributed.tensor.parallel import loss_parallel
+
+        from zeroshard.train.models.split import split  # imports torch's DTensor, which is slow
+
+        def split_apart(module: Any, mesh: DeviceMesh) -> None:
+            # torch keeps what it inferred by mesh, and the ranks of a run may be an equal mesh of this process.
+            split(module, DeviceMesh("cpu", mesh.mesh, mesh_dim_names=("planned",)))
+
+        return model, {"parallelize": split_apart}, loss_parallel()
+    if not config.hf_folder:
+        return make_model(config, load_tokenizer(config.tokenizer)).module, {}, contextlib.nullcontext()
+    import transformers
+
+    found = transformers.AutoConfig.from_pretrained(config.hf_folder, local_files_only=True)
+    return found, {}, contextlib.nullcontext()
 
 
 def choose_sharding(config: Config) -> Config:
@@ -135,16 +166,22 @@ def describe_plan(config: Config) -> Sequence[str]:
 
 
 def compare_plan(
-    config: Config, resident_bytes: Mapping[str, int], step_s: float, tokens_per_s: float, peak_bytes: int | None
+    config: Config,
+    axes: DeviceMesh | None,
+    resident_bytes: Mapping[str, int],
+    step_s: float,
+    tokens_per_s: float,
+    peak_bytes: int | None,
 ) -> Mapping[str, Any]:
     """Return the prediction for rank 0 and its measurements, or the reason why there is no prediction.
 
     Args:
+        axes: as in `plan_run`.
         resident_bytes: bytes between steps, by column.
         peak_bytes: peak of torch's allocator; None if it has no statistics, as on a CPU.
     """
     try:
-        plan, is_timed = plan_run(config)
+        plan, is_timed = plan_run(config, axes)
     except (ValueError, TypeError, RuntimeError, ImportError, OSError) as error:
         return {"problem": str(error).splitlines()[0]}
     kept = {**plan.resident_bytes, **plan.ranks[0].elsewhere_bytes}

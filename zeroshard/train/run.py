@@ -12,18 +12,22 @@ from pathlib import Path
 from typing import Any, Final, final
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import zeroshard as zs
 from zeroshard.train.config import Config
 from zeroshard.train.corpus import Corpus, open_corpus, prepare_corpus
 from zeroshard.train.metrics import EvalRecord, RunFiles
+from zeroshard.train.models.gpt import GPT
 from zeroshard.train.models.hf import check_causal, check_folder, check_hf, load_hf
 from zeroshard.train.models.language import LanguageModel, make_gpt
+from zeroshard.train.models.shape import check_gpt
+from zeroshard.train.models.split_hf import plan_of
 from zeroshard.train.optimizers import make_optimizer
 from zeroshard.train.text import DEFAULT_NAME, open_source
 from zeroshard.train.tokenizer import Tokenizer, load_tokenizer
 
-__all__ = ["Run", "Tally", "check_equal", "check_files", "check_paths", "learning_rate_factor", "prepare"]
+__all__ = ["Run", "Tally", "check_equal", "check_files", "check_paths", "learning_rate_factor", "make_model", "prepare"]
 
 _FINAL_STEPS: Final = 50
 
@@ -39,6 +43,9 @@ def prepare(config: Config) -> None:
     tokenizer = load_tokenizer(config.tokenizer)
     if config.hf_folder:
         check_hf(config.hf_folder, context=config.model.context, vocabulary=tokenizer.vocabulary)
+    if config.run.tensor > 1:
+        module = make_model(config, tokenizer).module
+        check_gpt(module.config, config.run.tensor) if isinstance(module, GPT) else plan_of(module, config.run.tensor)
     _open(config, _prepare_corpus(config, tokenizer))
 
 
@@ -81,13 +88,17 @@ def check_files(run: "Run", files: RunFiles | None) -> None:
 
 @final
 class Run:
-    """One run on one rank: the objects of the loop, and the counters."""
+    """One run on one rank: the objects of the loop, and the counters.
+
+    `reader` counts the parts of a batch, of which there are `readers`: ranks along the axis "tensor" read the same one.
+    """
 
     def __init__(self, config: Config, mesh: zs.Mesh, start_s: float) -> None:
         self.config, self.mesh, self.start_s = config, mesh, start_s
         self.tokenizer = load_tokenizer(config.tokenizer)
         self.corpus = _share_corpus(config, self.tokenizer, mesh)
-        self.language = _make_model(config, self.tokenizer)
+        self.axes = _lay_out(config, mesh)
+        self.language = make_model(config, self.tokenizer, self.axes)
         self.model = self.language.module
         self.parameters_numel = sum(p.numel() for p in self.model.parameters())
         self.optimizer = make_optimizer(config.train, self.language)
@@ -97,9 +108,14 @@ class Run:
             **_row(config),
             offload=config.zero.offload or None,
             precision=config.train.precision,
+            mesh=self.axes,
             weights=self.language.weights,
             settings=zs.Settings(watchdog_s=config.zero.watchdog_s),
         )
+        readers = self.zero.mesh.data_ranks
+        self.reader, self.readers = readers.index(mesh.rank), len(readers)
+        if self.axes is not None:  # `zs.init` has given ranks that read the same batch other seeds
+            torch.manual_seed(config.run.seed + self.reader)
         if config.train.compile_blocks:
             _compile_blocks(self.model)
         self.profile = self.zero.profile()
@@ -185,12 +201,30 @@ def learning_rate_factor(step: int, *, steps: int, warmup_fraction: float, final
     return final_fraction + (1 - final_fraction) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
 
 
-def _make_model(config: Config, tokenizer: Tokenizer) -> LanguageModel:
-    """Return the model for the tokenizer's vocabulary, without values: `zs.shard` initializes it unit by unit."""
+def _lay_out(config: Config, mesh: zs.Mesh) -> DeviceMesh | None:
+    """Return the axes "shard" and "tensor", the second over neighbouring ranks; None without the second."""
+    if config.run.tensor == 1:
+        return None
+    sizes = (mesh.world_size // config.run.tensor, config.run.tensor)
+    return init_device_mesh(mesh.device.type, sizes, mesh_dim_names=("shard", "tensor"))
+
+
+def make_model(config: Config, tokenizer: Tokenizer, axes: DeviceMesh | None = None) -> LanguageModel:
+    """Return the model for the tokenizer's vocabulary, without values: `zs.shard` initializes it unit by unit.
+
+    Args:
+        axes: the mesh over whose axis "tensor" the model is split; None for a whole model.
+    """
     if config.hf_folder:
-        return load_hf(config.hf_folder, context=config.model.context, vocabulary=tokenizer.vocabulary)
-    with torch.device("meta"):
-        return make_gpt(replace(config.gpt, vocabulary=tokenizer.vocabulary))
+        language = load_hf(config.hf_folder, context=config.model.context, vocabulary=tokenizer.vocabulary)
+    else:
+        with torch.device("meta"):
+            language = make_gpt(replace(config.gpt, vocabulary=tokenizer.vocabulary))
+    if axes is None:
+        return language
+    from zeroshard.train.models.split import split_language  # imports torch's DTensor, which is slow
+
+    return split_language(language, axes["tensor"])
 
 
 def _share_corpus(config: Config, tokenizer: Tokenizer, mesh: zs.Mesh) -> Corpus:

@@ -31,18 +31,17 @@ class Attention(nn.Module):
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.heads = config.heads
-        self.qkv = nn.Linear(config.width, 3 * config.width, bias=False)
+        self.qkv_by_head = nn.Linear(config.width, 3 * config.width, bias=False)
         self.out = nn.Linear(config.width, config.width, bias=False)
 
     def forward(self, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
         """Mix (batch, time, width) over time; no token sees a later one."""
-        batch, time, width = x.shape
-        heads = self.qkv(x).view(batch, time, 3, self.heads, width // self.heads)
-        query, key, value = heads.permute(2, 0, 3, 1, 4)
+        # Rows of a head are neighbours, so that a part of the rows is a part of the heads.
+        heads = self.qkv_by_head(x).unflatten(-1, (-1, 3, HEAD_WIDTH))
+        query, key, value = heads.permute(3, 0, 2, 1, 4)
         query, key = _rotate(query, cosine, sine), _rotate(key, cosine, sine)
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        return cast(Tensor, self.out(mixed.transpose(1, 2).reshape(batch, time, width)))
+        return cast(Tensor, self.out(mixed.transpose(1, 2).flatten(2)))
 
 
 @final
@@ -132,7 +131,10 @@ def initialize(module: nn.Module) -> None:
     False
     """
     if isinstance(module, Attention | MLP):
-        entering, leaving = (module.qkv, module.out) if isinstance(module, Attention) else (module.up, module.down)
+        if isinstance(module, Attention):
+            entering, leaving = module.qkv_by_head, module.out
+        else:
+            entering, leaving = module.up, module.down
         nn.init.normal_(entering.weight, std=entering.in_features**-0.5)
         nn.init.zeros_(leaving.weight)
     elif isinstance(module, nn.Embedding):

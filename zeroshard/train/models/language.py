@@ -4,6 +4,7 @@ Owns what the loop may ask of a model. Must not know the engine, the loop or the
 """
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast, final
@@ -29,6 +30,7 @@ class LanguageModel:
         compute_logits: from tokens, (batch, time), int64, to the next tokens' logits, (batch, time, vocabulary), fp32.
         weights: what `zs.shard(weights=)` needs for a module on the meta device: a function that initializes one
             module, a folder of safetensors, or None.
+        around_steps: returns the context of all forwards and backwards.
     """
 
     module: nn.Module
@@ -37,6 +39,7 @@ class LanguageModel:
     compute_loss: Callable[[Tensor, Tensor], Tensor]
     compute_logits: Callable[[Tensor], Tensor]
     weights: Callable[[nn.Module], object] | Path | None = None
+    around_steps: Callable[[], AbstractContextManager[object]] = nullcontext
 
     def decayed(self) -> Iterator[nn.Parameter]:
         """Yield the parameters that weight decay suits, in order: matrices, but no embedding and no head tied to it."""

@@ -6,7 +6,7 @@ Owns that arithmetic. Imports no torch, so that `zeroshard train --help` is quic
 from dataclasses import dataclass
 from typing import Final, final
 
-__all__ = ["GPTConfig", "HEAD_WIDTH"]
+__all__ = ["GPTConfig", "HEAD_WIDTH", "check_gpt"]
 
 HEAD_WIDTH: Final = 32
 _WIDTH_PER_LAYER: Final = 32
@@ -60,3 +60,18 @@ class GPTConfig:
     def learning_rate(self) -> float:
         """Of AdamW at its highest: by one over the square root of the width, as wider sums add up to larger updates."""
         return _LEARNING_RATE * float((_LEARNING_RATE_WIDTH / self.width) ** 0.5)
+
+
+def check_gpt(config: GPTConfig, tensor: int) -> None:
+    """Raise ValueError if a number of ranks along the axis "tensor" cannot split a GPT into equal parts."""
+    sizes = {
+        f"heads, {config.heads} (model.depth={config.depth})": config.heads,
+        f"tokens of model.context, {config.context}": config.context,
+        f"tokens of data.tokenizer, {config.vocabulary:,}": config.vocabulary,
+    }
+    for name, size in sizes.items():
+        if size % tensor:
+            raise ValueError(
+                f"run.tensor={tensor} does not divide the number of {name}; give a multiple of {tensor}, or another "
+                "run.tensor"
+            )

@@ -1,0 +1,60 @@
+"""How the ranks of a run share its batches and its layers: numbers and choices that do not go together.
+
+Owns the texts of these errors. It must not know torch. `models/shape.py` and `models/split_hf.py` have the checks of a
+model's own sizes.
+"""
+
+from typing import Final
+
+__all__ = ["check_ranks", "check_split"]
+
+_WHOLE: Final = ("muon", "adafactor")
+"""Optimizers that need whole matrices."""
+_PARTITIONED: Final = ("C2", "C4", "C5")
+"""Configurations of the ZeRO paper that partition activations."""
+
+
+def check_ranks(batch: int, *, ranks: int, tensor: int, accumulation: int) -> None:
+    """Raise ValueError unless `tensor` divides the ranks, and each part of a batch has a window for each micro-batch.
+
+    Args:
+        batch: windows of a step.
+        tensor: ranks that split each layer, and read the same part of a batch.
+        accumulation: micro-batches of a step.
+    """
+    if ranks % tensor:
+        raise ValueError(
+            f"run.tensor={tensor} does not divide run.ranks={ranks}; set run.ranks to a multiple of {tensor}, or "
+            f"run.tensor to a divisor of {ranks}"
+        )
+    least = ranks // tensor * accumulation
+    if batch < least:
+        split = f" / run.tensor={tensor}" * (tensor > 1)
+        raise ValueError(
+            f"train.batch={batch} windows are not one for each of run.ranks={ranks}{split} times "
+            f"train.accumulation={accumulation} micro-batches; set train.batch to {least} or more"
+        )
+
+
+def check_split(tensor: int, optimizer: str, treatments: str, *, compiles: bool) -> None:
+    """Raise ValueError if something in the settings cannot be used with layers that `tensor` ranks split.
+
+    Args:
+        treatments: of the GPT's activations: `zero.residency`, or else `zero.activations`; empty for another model.
+    """
+    if "partition" in treatments or treatments in _PARTITIONED:
+        name = "residency" if treatments in _PARTITIONED else "activations"
+        raise ValueError(
+            f"zero.{name}={treatments} with run.tensor={tensor}: between layers of gpt each of these ranks has other "
+            "positions, so inputs are in parts already; set zero.activations without partition, such as recompute"
+        )
+    if compiles:
+        raise ValueError(
+            f"train.compile_blocks=true with run.tensor={tensor}: torch.compile cannot trace parameters that are split "
+            "over ranks; leave out one of the two"
+        )
+    if optimizer in _WHOLE:
+        raise ValueError(
+            f"train.optimizer={optimizer} needs whole matrices, and run.tensor={tensor} splits them; use an "
+            "element-wise optimizer, such as adamw, or run.tensor=1"
+        )
