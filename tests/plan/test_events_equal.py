@@ -51,6 +51,7 @@ def traced_runs(folder: str, variants: Sequence[Sequence[str]]) -> list[list[Eve
 
         def kept(*args: Any, handles: list[zs.Zero] = handles, **options: Any) -> zs.Zero:
             handles.append(shard(*args, **options))
+            handles[0].trace.is_detailed = True
             return handles[0]
 
         zs.shard = kept
@@ -229,6 +230,7 @@ def follow(build: Callable[[], nn.Module], stage: int, options: dict[str, Any]) 
     optimizer = models.adamw(model)
     passed = {name: options.get(name) for name in ("units", "activations", "parameters", "offload")}
     run.shard(model, optimizer, **passed)
+    run.zeros[0].trace.is_detailed = True
     for step in range(STEPS):
         options.get("loss", models.stack_loss)(model, step, run.rank).backward()
         optimizer.step()

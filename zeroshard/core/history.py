@@ -28,6 +28,8 @@ class History:
     def __init__(self, units: Sequence[Unit], records: Mapping[Hashable, Record]) -> None:
         self._units, self._records = units, records
         self.trace = Trace(self._predict)
+        self.phase = "step"
+        """The phase of the current pass; "step" outside passes."""
         self.steps = 0
         """The number of steps before the current one, or before the last one between steps."""
         self._has_stepped = False
@@ -49,6 +51,11 @@ class History:
     def add_pass(self, phase: str, key: Hashable, marks: list[Mark]) -> None:
         """Record a completed pass."""
         self._done.append((phase, key, marks))
+
+    def note(self, kind: str, name: str, nbytes: int = 0) -> None:
+        """Record what this rank does by itself with a bucket or unit, in a detailed trace."""
+        if self.trace.is_detailed:
+            self.trace.add(Event(self.steps, self.phase, kind, name, nbytes))
 
     def add_publish(self, number: int, sent: int) -> None:
         """Record the transfer of a unit's updated parameters."""

@@ -117,6 +117,7 @@ class Order:
             # A rank may run local passes without messages, which must not change the numbers of messages.
             self._count += 1
         self.history.begin_step()
+        self.history.phase = phase
         key = (key, self.carried) if self.carried else key
         record = self._records.get(key)
         asks = record is None or (phase == "backward" and self._has_left_record)
@@ -187,7 +188,7 @@ class Order:
         if not pass_.asks:
             # Otherwise a rank may still wait for this rank in a round.
             self._wait_for_tails()
-        pass_.checksum, self.current = checksum_of(self._changes), None
+        pass_.checksum, self.current, self.history.phase = checksum_of(self._changes), None, "step"
         self.carried = frozenset(pass_.schedule.whole)
         if pass_.scope is not Scope.RANK:
             pass_.used = [flag for unit in self._units for flag in unit.has_landed()]

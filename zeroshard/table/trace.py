@@ -25,6 +25,9 @@ class Event:
     "forward", "backward" or "step"; `nbytes` is the number of bytes that this rank sends; `is_pinned` marks a unit that
     stays gathered while other units are gathered and released, because it is tied, nested or called again.
 
+    A detailed trace (`Trace.is_detailed`) also has, bucket by bucket: "update" (an optimizer's step has updated the
+    bucket, or has begun to; `nbytes` is that of the master weights).
+
     ```python
     import zeroshard as zs
 
@@ -75,6 +78,8 @@ class Trace:
     def __init__(self, predict: Callable[[], list[Event]]) -> None:
         self._steps: deque[list[Event]] = deque([[]], maxlen=KEPT_STEPS)
         self._predict = predict
+        self.is_detailed = False
+        """Whether to keep events of what a rank does by itself, which predictions do not have; see `Event`."""
 
     @property
     def events(self) -> list[Event]:

@@ -31,6 +31,8 @@ class Landing:
         """Buckets with memory for sums."""
         self._summed: set[int] = set()
         """Buckets whose sums hold the gradients of an earlier micro-batch."""
+        self.used: set[int] = set()
+        """Buckets with gradients in this step."""
         self._arrived: set[int] = set()
         """Buckets of a rank alone whose gradients arrive in this pass."""
         self._last_bytes = 0
@@ -52,6 +54,7 @@ class Landing:
         is_named = one.tensor >= 0
         self._last_bytes = one.nbytes if is_named else 0
         for bucket in spec.reduced if not is_named else [self._homes[one.what]] if one.what in self._homes else []:
+            self.used.add(bucket.number)
             is_taken = is_named and one.is_alone and bucket.formats.param == bucket.formats.grad
             if bucket.lands_on_sums:
                 if self._add(bucket, one, is_named=is_named, is_taken=is_taken):

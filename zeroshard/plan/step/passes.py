@@ -51,7 +51,7 @@ class Passes:
             entries: of the job's script.
             steady: the actions of its marks.
         """
-        marked = iter(steady.actions)
+        marked, self._clock.phase = iter(steady.actions), phase
         for unit, one in entries:
             if one.kind not in MARKS:
                 self._run(self._job.units[unit], one)

@@ -4,6 +4,7 @@ Owns their order. It must not know how pieces of whole matrices follow one anoth
 do (`elsewhere.py`). Needs no torch.
 """
 
+from collections.abc import Collection
 from functools import partial
 
 from zeroshard.plan.machine.hardware import Cost
@@ -20,9 +21,13 @@ from zeroshard.table.trace import Event, event_of
 __all__ = ["update"]
 
 
-def update(job: Job, clock: Clock, storages: Storages, elsewhere: Elsewhere) -> None:
-    """Update all parameters, and gather those that ranks keep whole."""
-    start_s, sums = clock.now_s, job.sums
+def update(job: Job, clock: Clock, storages: Storages, elsewhere: Elsewhere, used: Collection[int]) -> None:
+    """Update all parameters, and gather those that ranks keep whole.
+
+    Args:
+        used: the numbers of the buckets with gradients.
+    """
+    start_s, sums, clock.phase = clock.now_s, job.sums, "step"
     columns = sums.wide_bytes, sums.wide_apart_bytes, sums.moved_bytes, sums.turns
     for wide_bytes, wide_apart_bytes, moved_bytes, turns in zip(*columns, strict=True):
         wide = storages.make(wide_bytes, "transient", "", "masters in fp32")
@@ -33,8 +38,13 @@ def update(job: Job, clock: Clock, storages: Storages, elsewhere: Elsewhere) -> 
         storages.drop(wide)
     elsewhere.update(start_s)
     optimizers = [one.buckets for one in job.updates]
-    updated = frozenset[int]().union(*optimizers)
+    updated, buckets = frozenset[int]().union(*optimizers), {b.number: b for unit in job.units for b in unit.buckets}
     for kind, number in update_actions(job.units, optimizers):
+        if kind == "update":
+            if number in used:
+                start, stop = (bucket := buckets[number]).states
+                clock.note(kind, bucket.name, (stop - start) * itemsize(bucket.formats.master))
+            continue
         if kind == "step":
             clock.tick(Event(0, "step", "step", "", 0))
             continue
