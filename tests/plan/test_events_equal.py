@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zeroshard as zs
 from tests import models
+from tests.emulated import cases, cuda
 from tests.oracle import STAGES, TIMEOUT_S, Sharded
 from tests.rotation import third
 from zeroshard.table.trace import Event
@@ -103,10 +104,25 @@ VARIANTS = {
 }
 
 
+LANES = ("copy out", "copy in")
+"""Kinds of events that have an order among themselves alone, as other threads and streams have. The rest has one."""
+
+
+def lanes_of(events: Sequence[Event]) -> dict[str, list[Event]]:
+    """Return the events of each lane, in order; "" is the program's."""
+    found: dict[str, list[Event]] = {"": []}
+    for event in events:
+        found.setdefault(event.kind if event.kind in LANES else "", []).append(event)
+    return found
+
+
 def compare(planned: Sequence[Event], traced: Sequence[Event], where: str) -> None:
-    for index, (expected, came) in enumerate(zip(planned, traced, strict=False)):
-        assert expected == came, f"{where}, event {index}: {came}, planned {expected}"
-    assert len(planned) == len(traced), f"{where}: {len(traced)} events, planned {len(planned)}"
+    one, other = lanes_of(planned), lanes_of(traced)
+    for lane in {**one, **other}:
+        expected, came = one.get(lane, []), other.get(lane, [])
+        for index, (a, b) in enumerate(zip(expected, came, strict=False)):
+            assert a == b, f"{where}, {lane} event {index}: {b}, planned {a}"
+        assert len(expected) == len(came), f"{where}: {len(came)} {lane} events, planned {len(expected)}"
     assert traced, where
 
 
@@ -309,3 +325,38 @@ def test_the_plan_is_the_trace_where_state_is_offloaded(offload: zs.Offload, sta
         pytest.skip("replicated parameters are not offloaded")
     for rank, traced in enumerate(run_ranks(follow, 2, Frozen, stage, options, timeout_s=TIMEOUT_S)):
         compare(planned(Frozen, stage, options, 2), traced, f"{offload}, stage {stage}, [rank {rank}/2]")
+
+
+# -- on a device ------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def moved() -> dict[str, list[Any]]:
+    found: dict[str, list[Any]] = cuda.run("tests.emulated.cases:moves")
+    return found
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.product
+@pytest.mark.parametrize("ranks", [1, cases.RANKS])
+@pytest.mark.parametrize("place", cases.PLACES)
+def test_the_plan_is_the_trace_of_copies_between_a_device_and_other_memories(
+    place: str, ranks: int, tmp_path: Path
+) -> None:
+    if not isinstance(why := cuda.build(), Path):
+        pytest.skip(why)
+    given = cases.PLACES[place]
+    plan = zs.plan(
+        cases.plain_blocks(),
+        world_size=ranks,
+        device="h100-80",
+        stage=3,
+        precision="bf16",
+        micro_batches=2,
+        offload=zs.Offload(**{**given, **({"to": str(tmp_path)} if "to" in given else {})}),
+        inputs=[torch.ones(3, cases.WIDTH)],
+        loss=lambda out: out.square().mean(),
+    )
+    traced = [Event(STEPS - 1, *one) for one in moved()[f"{place}, {ranks}"]]
+    assert {"copy out", "copy in"} & {event.kind for event in traced}
+    compare(events_of(plan), traced, f"{place}, {ranks} ranks")

@@ -14,6 +14,7 @@ Note: the life of a parameter's bytes
 
 import warnings
 from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -76,7 +77,8 @@ class Bucket(Ending):
         """Waits for the background update of the masters; None without such an update."""
         self.flat: FlatGradients | None = None
         """The gradients, if they are summed over ranks."""
-        landing = stores.of(spec.row.gradients).landing()
+        self._tell = partial(ledger.tell, spec.name)
+        landing = stores.of(spec.row.gradients).landing(self._tell)
         if spec.lands_on_sums:
             self.grads: Gradients = LooseGradients(spec, self.places, dtypes.grad, ledger, landing)
         else:
@@ -118,6 +120,7 @@ class Bucket(Ending):
 
     def brought(self, begin: Callable[[], Waitable], unit: str) -> Waitable:
         """Begin the copy of offloaded parameters into `full`, followed by the work that reads `full`."""
+        self._tell_copy(self.own, self.shard)
         return self._home.brought(self.own, self.shard, begin, unit)
 
     def await_update(self) -> None:
@@ -206,7 +209,12 @@ class Bucket(Ending):
 
     @torch.no_grad()
     def _follow(self) -> None:
+        self._tell_copy(self._updated, self._masters)
         self._store.bring(self._updated, self._masters)
+
+    def _tell_copy(self, target: Tensor, source: Tensor) -> None:
+        if target.device != source.device:
+            self._tell("copy in" if source.device.type == "cpu" else "copy out", target.nbytes)
 
     def follow_part(self, start: int, values: Tensor) -> Tensor | None:
         """Round a piece of updated masters in a file, from element `start` on, into parameters.
@@ -219,6 +227,7 @@ class Bucket(Ending):
         part = self._updated[start : start + values.numel()]
         if self._home.is_filed:
             return part
+        self._tell_copy(part, values)
         with torch.no_grad():
             self._store.bring(part, values)
         return None
@@ -227,6 +236,12 @@ class Bucket(Ending):
         """Replace masters on the device, if they are separate from parameters, by tensors of the same values."""
         if self.spec.has_masters and self.spec.row.states.is_on_device:
             self._masters = move(self._masters)
+
+    def gradient(self, held: Tensor, master: Tensor) -> Tensor:
+        """Return a gradient of a slice on the device and in the dtype of the slice's masters."""
+        made = held.to(master.device, master.dtype)
+        self._tell_copy(made, held)
+        return made
 
     def array(self, key: Hashable = None, dtype: torch.dtype | None = None) -> Tensor:
         """Return the offloaded masters, or an offloaded state, which is allocated at its first use."""

@@ -26,7 +26,8 @@ class Event:
     stays gathered while other units are gathered and released, because it is tied, nested or called again.
 
     A detailed trace (`Trace.is_detailed`) also has, bucket by bucket: "update" (an optimizer's step has updated the
-    bucket, or has begun to; `nbytes` is that of the master weights).
+    bucket, or has begun to; `nbytes` is that of the master weights); "copy out" and "copy in" (a copy from a device to
+    the host or to a file, and back, has begun; `nbytes` cross the bus; a CPU has none).
 
     ```python
     import zeroshard as zs
@@ -167,10 +168,17 @@ class Traffic:
 
 @dataclass
 class Ledger:
-    """Bytes held in pools and gathered units: current and peak."""
+    """Bytes held in pools and gathered units, current and peak, and who hears of bytes that move between memories."""
 
     now: Counter[str] = field(default_factory=Counter)
     peak: Counter[str] = field(default_factory=Counter)
+    listener: Callable[[str, str, int], None] | None = None
+    """Told of each move of bytes between memories: kind of event, name of the unit, bytes."""
+
+    def tell(self, name: str, kind: str, nbytes: int) -> None:
+        """Tell the listener of a move."""
+        if self.listener is not None and nbytes:
+            self.listener(kind, name, nbytes)
 
     def add(self, column: str, nbytes: int) -> None:
         """Add `nbytes`, which may be negative, to `column`."""

@@ -64,6 +64,12 @@ class Clock:
         """Note what the rank does by itself, as in a detailed trace of the engine."""
         self.ticks.append(Tick(self.now_s, kind, name, nbytes, self.phase))
 
+    def move(self, kind: str, name: str, nbytes: int, what: str) -> None:
+        """Note a copy, and count its bytes."""
+        self.sent[what] += nbytes
+        if nbytes:
+            self.note(kind, name, nbytes)
+
     # -- the compute lane -------------------------------------------------------------------------------------------
 
     def compute(self, what: str, took_s: float) -> None:

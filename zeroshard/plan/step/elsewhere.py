@@ -68,7 +68,7 @@ class Elsewhere:
             arrived_s = max(arrived_s, bring_ahead(work, lanes))
             clock.take_over(lanes)
             if not self._is_cpu:
-                clock.sent["parameters from the host"] += nbytes
+                clock.move("copy in", bucket.name, nbytes, "parameters from the host")
             elif bucket.layout.world_size > 1:
                 # On a CPU with several ranks, the program waits before it starts the gather.
                 clock.wait(f"parameters of {spec.name} in the file", arrived_s, is_offload=True)
@@ -83,10 +83,10 @@ class Elsewhere:
         clock, what, brought = self._clock, f"gradients of {bucket.name}", -1
         if not is_first:
             brought = self._storages.make(nbytes, "transient", bucket.name, "sums of gradients")
+            clock.move("copy in", bucket.name, nbytes, "gradients from the host")
             clock.copy("back", what, nbytes)
-            clock.sent["gradients from the host"] += nbytes
+        clock.move("copy out", bucket.name, nbytes, "gradients to the host")
         clock.copy("out", what, nbytes)
-        clock.sent["gradients to the host"] += nbytes
         self._storages.drop(brought)
 
     # -- the update -------------------------------------------------------------------------------------------------
@@ -100,12 +100,13 @@ class Elsewhere:
             (here if bucket.row.states.is_on_device else away).append(bucket)
         for bucket in away:
             # Gradients that lie on the device are copied for the update of states elsewhere.
-            is_copied = bucket.row.gradients.is_on_device and not self._is_cpu
+            is_copied, size = bucket.row.gradients.is_on_device and not self._is_cpu, itemsize(bucket.formats.master)
             held_bytes += (not is_copied) * sum(bucket.held_gradient_bytes)
-            nbytes = is_copied * bucket.layout.owned_numel(*bucket.states) * itemsize(bucket.formats.master)
+            nbytes = is_copied * bucket.layout.owned_numel(*bucket.states) * size
+            for start, stop in bucket.layout.parts(*bucket.states) if is_copied else ():
+                clock.move("copy out", bucket.name, (stop - start) * size, "gradients to the host")
             what = "gradients for the update"
             copied.append(self._storages.make(nbytes, "transient", bucket.name, what, memory="host"))
-            clock.sent["gradients to the host"] += nbytes
             lanes.now_s = lanes.run("out", device.copy_s(nbytes), f"gradients of {bucket.name}")
         # Whether gradients are finite, and the norm that clips them: each reads all of them.
         read_bytes = 0 if self._is_cpu else 2 * held_bytes
@@ -115,6 +116,8 @@ class Elsewhere:
             # Parameters with masters on the device are copied to their memory.
             nbytes = _numel_away(bucket) * itemsize(bucket.formats.param)
             what = f"parameters of {bucket.name}"
+            if not self._is_cpu:
+                clock.note("copy out", bucket.name, nbytes)
             lanes.now_s = lanes.run("out", 0.0 if self._is_cpu else device.copy_s(nbytes), what)
             lanes.now_s = lanes.run("write", self._disk_s(bucket.row.parameters, nbytes), what)
         began_s = lanes.now_s
@@ -149,11 +152,14 @@ class Elsewhere:
         numel, sharing = stop - start, job.host_ranks
         there = _numel_away(bucket)
         sent_bytes = 0 if self._is_cpu or is_there else (numel - there) * itemsize(sizes.param)
-        self._clock.sent["parameters from the host"] += sent_bytes
         rounded = there if is_there else numel - there if self._is_early(bucket) else numel
         # Masters that are the parameters themselves are not rounded.
         rounded_bytes = rounded * bucket.has_masters * (itemsize(sizes.master) + itemsize(sizes.param))
         kept = max((one.per_element for one in job.updates), default=0)
+        step = piece_numel(bucket, kept) * itemsize(sizes.param) if cell.is_in_file else sent_bytes
+        for sent in range(0, sent_bytes, step or 1):
+            piece = min(step, sent_bytes - sent)
+            self._clock.move("copy in", bucket.name, piece, "parameters from the host")
         disk_s = self._disk_s(cell, numel * (itemsize(sizes.master) + kept * itemsize(sizes.state)))
         return Work(
             bucket.name,
