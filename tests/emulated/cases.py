@@ -194,6 +194,8 @@ PLACES: dict[str, dict[str, Any]] = {
     "parameters": {"parameters": 1.0, "staging_bytes": 1 << 16},
     "parameters alone": {"states": 0.0, "parameters": 0.5},
     "file": {"to": "", "staging_bytes": 1 << 16},
+    "a part in a file": {"states": 0.5, "parameters": 1.0, "to": ""},
+    "parameters on the host": {"parameters": 1.0, "parameters_to": "host", "to": ""},
     "parameters beside a file": {"parameters": 0.7, "to": "", "staging_bytes": 1 << 16},
 }
 """Where state is kept elsewhere; "" is a folder."""

@@ -104,7 +104,7 @@ VARIANTS = {
 }
 
 
-LANES = ("copy out", "copy in")
+LANES = ("copy out", "copy in", "read", "write")
 """Kinds of events that have an order among themselves alone, as other threads and streams have. The rest has one."""
 
 

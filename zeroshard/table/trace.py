@@ -27,7 +27,7 @@ class Event:
 
     A detailed trace (`Trace.is_detailed`) also has, bucket by bucket: "update" (an optimizer's step has updated the
     bucket, or has begun to; `nbytes` is that of the master weights); "copy out" and "copy in" (a copy from a device to
-    the host or to a file, and back, has begun; `nbytes` cross the bus; a CPU has none).
+    the host or to a file, and back, has begun; `nbytes` cross the bus; a CPU has none); "read" and "write" (of a file).
 
     ```python
     import zeroshard as zs

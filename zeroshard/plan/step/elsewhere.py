@@ -61,6 +61,8 @@ class Elsewhere:
             disk_s = self._disk_s(cell, nbytes)
             if not nbytes or (self._is_cpu and not disk_s):
                 continue
+            if cell.is_in_file:
+                clock.note("read", bucket.name, nbytes)
             lanes = clock.lanes_from(clock.now_s)
             copy_s = 0.0 if self._is_cpu else job.device.copy_s(nbytes)
             copies = max(1, -(-nbytes // max(1, cell.place.staging_bytes // 2)))
@@ -118,6 +120,8 @@ class Elsewhere:
             what = f"parameters of {bucket.name}"
             if not self._is_cpu:
                 clock.note("copy out", bucket.name, nbytes)
+            if bucket.row.parameters.is_in_file:
+                clock.note("write", bucket.name, nbytes)
             lanes.now_s = lanes.run("out", 0.0 if self._is_cpu else device.copy_s(nbytes), what)
             lanes.now_s = lanes.run("write", self._disk_s(bucket.row.parameters, nbytes), what)
         began_s = lanes.now_s
@@ -156,10 +160,14 @@ class Elsewhere:
         # Masters that are the parameters themselves are not rounded.
         rounded_bytes = rounded * bucket.has_masters * (itemsize(sizes.master) + itemsize(sizes.param))
         kept = max((one.per_element for one in job.updates), default=0)
-        step = piece_numel(bucket, kept) * itemsize(sizes.param) if cell.is_in_file else sent_bytes
-        for sent in range(0, sent_bytes, step or 1):
-            piece = min(step, sent_bytes - sent)
-            self._clock.move("copy in", bucket.name, piece, "parameters from the host")
+        is_moved = not (self._is_cpu or is_there or there)
+        step = piece_numel(bucket, kept) if cell.is_in_file else numel
+        for piece in (min(step, numel - start) for start in range(0, numel, max(1, step))):
+            updated = [itemsize(sizes.master), *[itemsize(sizes.state)] * kept] * cell.is_in_file
+            for kind, moved in (("read", updated), ("write", [*updated, written_bytes(bucket)])):
+                for size in filter(None, moved):
+                    self._clock.note(kind, bucket.name, piece * size)
+            self._clock.move("copy in", bucket.name, piece * itemsize(sizes.param) * is_moved, "parameters from the host")
         disk_s = self._disk_s(cell, numel * (itemsize(sizes.master) + kept * itemsize(sizes.state)))
         return Work(
             bucket.name,
