@@ -239,12 +239,15 @@ CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
 }
 
 
+ARGUMENTS = ("units", "activations", "parameters", "offload", "mesh")
+
+
 def follow(build: Callable[[], nn.Module], stage: int, options: dict[str, Any]) -> list[Event]:
     """Train, and return the events of the last step. Runs on a rank."""
     run = Sharded(stage, {"shared_memory": options.get("shared_memory", True)})
     model = models.build(build)
     optimizer = models.adamw(model)
-    passed = {name: options.get(name) for name in ("units", "activations", "parameters", "offload")}
+    passed = {name: options.get(name) for name in ARGUMENTS}
     run.shard(model, optimizer, **passed)
     run.zeros[0].trace.is_detailed = True
     for step in range(STEPS):
@@ -257,7 +260,7 @@ def follow(build: Callable[[], nn.Module], stage: int, options: dict[str, Any]) 
 def planned(build: Callable[[], nn.Module], stage: int, options: dict[str, Any], world: int) -> list[Event]:
     is_gpt = options.get("loss") is models.gpt_loss
     inputs = [models.tokens(0, 0)[:, :-1]] if is_gpt else [models.features(0, 0)]
-    passed = {name: options.get(name) for name in ("units", "activations", "parameters", "offload")}
+    passed = {name: options.get(name) for name in ARGUMENTS}
     plan = zs.plan(
         models.build(build),
         world_size=world,
@@ -295,6 +298,16 @@ def test_the_plan_is_the_trace_where_ranks_send_messages(stage: int) -> None:
     options = {"shared_memory": False}
     for rank, traced in enumerate(run_ranks(follow, 3, models.Stack, stage, options, timeout_s=TIMEOUT_S)):
         compare(planned(models.Stack, stage, options, 3), traced, f"stage {stage}, [rank {rank}/3]")
+
+
+@pytest.mark.product
+@pytest.mark.parametrize("is_shared", [True, False])
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_plan_is_the_trace_of_replicas(stage: int, is_shared: bool) -> None:
+    options = {"shared_memory": is_shared, "mesh": 2}
+    for rank, traced in enumerate(run_ranks(follow, 4, models.Stack, stage, options, timeout_s=TIMEOUT_S)):
+        assert "all-reduce" in {event.kind for event in traced}
+        compare(planned(models.Stack, stage, options, 4), traced, f"stage {stage}, [rank {rank}/4]")
 
 
 @pytest.mark.product

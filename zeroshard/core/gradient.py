@@ -223,7 +223,8 @@ class MasterSlice(torch.nn.Parameter):
         # Optimizers need one dtype: gradients in another dtype are converted for the update, once per step.
         if slot.wide is None or slot.wide[0] != version_of(part):
             slot.wide = version_of(part), _master_gradient(part.to(self.device, self.dtype), slot)
-            slot.bucket.tell("copy out", part.numel() * self.itemsize * slot.crosses)
+            if slot.crosses and part.numel():
+                slot.bucket.tell("copy out", part.numel() * self.itemsize)
         return slot.wide[1]
 
     @grad.setter

@@ -314,8 +314,10 @@ class Unit:
         """Sum this rank's shard of gradients over replicas, if any; return False if a replica is not ready."""
         if comm.mesh.replicas == 1:
             return is_ready
-        tag = Tag(number, bucket.number, what)
-        return comm.reduce_copies(own, bucket.codec, self.scale, tag, is_ready=is_ready).wait()
+        tag, before = Tag(number, bucket.number, what), comm.sent_bytes["replicate"]
+        is_ready = comm.reduce_copies(own, bucket.codec, self.scale, tag, is_ready=is_ready).wait()
+        bucket.tell("all-reduce", comm.sent_bytes["replicate"] - before)
+        return is_ready
 
     def note_overflow(self, sums: Iterable[Tensor]) -> None:
         """Record for the loss scale whether a sum is not finite."""

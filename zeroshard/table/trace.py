@@ -27,7 +27,8 @@ class Event:
 
     A detailed trace (`Trace.is_detailed`) also has, bucket by bucket: "update" (an optimizer's step has updated the
     bucket, or has begun to; `nbytes` is that of the master weights); "copy out" and "copy in" (a copy from a device to
-    the host or to a file, and back, has begun; `nbytes` cross the bus; a CPU has none); "read" and "write" (of a file).
+    the host or to a file, and back, has begun; `nbytes` cross the bus; a CPU has none); "read" and "write" (of a file);
+    "all-reduce" (of a shard of gradients, over replicas).
 
     ```python
     import zeroshard as zs
@@ -168,16 +169,16 @@ class Traffic:
 
 @dataclass
 class Ledger:
-    """Bytes held in pools and gathered units, current and peak, and who hears of bytes that move between memories."""
+    """Bytes held in pools and gathered units, current and peak, and who hears of events in their memory."""
 
     now: Counter[str] = field(default_factory=Counter)
     peak: Counter[str] = field(default_factory=Counter)
     listener: Callable[[str, str, int], None] | None = None
-    """Told of each move of bytes between memories: kind of event, name of the unit, bytes."""
+    """Told of what a detailed trace has: kind of event, name of the unit, bytes."""
 
-    def tell(self, name: str, kind: str, nbytes: int) -> None:
-        """Tell the listener of a move."""
-        if self.listener is not None and nbytes:
+    def tell(self, name: str, kind: str, nbytes: int = 0) -> None:
+        """Tell the listener of an event."""
+        if self.listener is not None:
             self.listener(kind, name, nbytes)
 
     def add(self, column: str, nbytes: int) -> None:

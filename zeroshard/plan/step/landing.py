@@ -41,6 +41,8 @@ class Landing:
         self._leaving: list[tuple[BucketSpec, bool]] = []
         """Buckets whose sums go to the host when their reduction is over, and whether nothing lies there yet."""
         self._reduced_s = 0.0
+        self._under_way: list[BucketSpec] = []
+        """The buckets of the last reduction, until it is finished."""
 
     # -- arrival ----------------------------------------------------------------------------------------------------
 
@@ -157,6 +159,7 @@ class Landing:
                 works.append(("all-reduce", shard_bytes, "replicate"))
                 span = self._job.spans["replicate"]
                 clock.sent["replicate all-reduce"] += sent_of("all-reduce", shard_bytes, span)
+            self._under_way.append(bucket)
         self._reduced_s = clock.collect("reduce", spec.name, works)
         # Sums of more than two ranks are made apart, a block at a time, as `wire/codec.py` does.
         for bucket in spec.reduced if self._job.is_repeated else ():
@@ -171,8 +174,18 @@ class Landing:
         self._storages.give(self._before)
         self._before = []
 
+    def finish(self) -> None:
+        """Note that the reduction under way is finished, by a sum over replicas."""
+        for bucket in self._under_way:
+            if bucket.replicas > 1:
+                shard_bytes = bucket.layout.shard_numel * itemsize(bucket.formats.reduce)
+                nbytes = sent_of("all-reduce", shard_bytes, self._job.spans["replicate"])
+                self._clock.note("all-reduce", bucket.name, nbytes)
+        self._under_way.clear()
+
     def _finish_before(self) -> None:
         """Finish the reduction before: buffers are free, and what is kept on the host goes there."""
+        self.finish()
         self._free_before()
         leaving, self._leaving = self._leaving, []
         if leaving:

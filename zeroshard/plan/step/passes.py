@@ -79,6 +79,8 @@ class Passes:
             self._clock.tick(event_of(spec, 0, phase, kind, steady.record))
             if kind == "gather":
                 self._gather(spec)
+            elif kind == "reduce" and self._job.wire.is_in_place:
+                self.landing.finish()
 
     def _gather(self, spec: UnitSpec) -> None:
         # What is read in place takes no memory of this rank.
