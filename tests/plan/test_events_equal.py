@@ -301,8 +301,7 @@ def test_the_plan_is_the_trace_where_ranks_send_messages(stage: int) -> None:
 
 
 @pytest.mark.product
-@pytest.mark.parametrize("is_shared", [True, False])
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(("stage", "is_shared"), [*((stage, True) for stage in STAGES), (0, False), (3, False)])
 def test_the_plan_is_the_trace_of_replicas(stage: int, is_shared: bool) -> None:
     options = {"shared_memory": is_shared, "mesh": 2}
     for rank, traced in enumerate(run_ranks(follow, 4, models.Stack, stage, options, timeout_s=TIMEOUT_S)):

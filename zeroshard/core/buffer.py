@@ -78,7 +78,7 @@ class Bucket(Ending):
         """Waits for the background update of the masters; None without such an update."""
         self.flat: FlatGradients | None = None
         """The gradients, if they are summed over ranks."""
-        self.tell = partial(ledger.tell, spec.name)
+        self.tell = partial(ledger.tell, spec.unit)
         landing = stores.of(spec.row.gradients).landing(self.tell)
         if spec.lands_on_sums:
             self.grads: Gradients = LooseGradients(spec, self.places, dtypes.grad, ledger, landing)

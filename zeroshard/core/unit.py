@@ -67,6 +67,7 @@ class Reduction:
         tails: list[Pending] | None = []
         for bucket, grads, local, own, pending in self.sums:
             is_ready = pending.wait()
+            bucket.tell("wait")
             # Sums within this replica are added to the held sums, and the total is summed over replicas.
             scope = min(grads.scope, self.scope)
             if scope is Scope.ALL:
@@ -206,6 +207,7 @@ class Unit:
                     self._pending[0].wait()
                 self._pending.pop(0)  # an interrupted wait is repeated
             for bucket in self._gathered:
+                bucket.tell("wait")
                 bucket.changes.restore()
             self.let_read(Presence.WHOLE)
 

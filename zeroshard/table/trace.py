@@ -28,7 +28,8 @@ class Event:
     A detailed trace (`Trace.is_detailed`) also has, bucket by bucket: "update" (an optimizer's step has updated the
     bucket, or has begun to; `nbytes` is that of the master weights); "copy out" and "copy in" (a copy from a device to
     the host or to a file, and back, has begun; `nbytes` cross the bus; a CPU has none); "read" and "write" (of a file);
-    "all-reduce" (of a shard of gradients, over replicas).
+    "all-reduce" (of a shard of gradients, over replicas); "wait" (the program, or on a device its stream, had to wait
+    here for a gather, with its copy, or for a sum; `nbytes` is 0).
 
     ```python
     import zeroshard as zs

@@ -205,7 +205,7 @@ class ShardedOptimizer:
         buckets = sorted({slot.bucket for slot in touched}, key=lambda bucket: bucket.number)
         for bucket in buckets if engine.order.history.trace.is_detailed else ():
             if bucket.grads.has_any:
-                engine.order.history.note("update", bucket.spec.name, bucket.array().nbytes)
+                bucket.tell("update", bucket.array().nbytes)
         for bucket in buckets:
             bucket.follow_masters(is_filed_done=self.source.disk is not None)
         numbers = sorted({slot.unit for slot in touched if slot.bucket.spec.is_published})

@@ -62,7 +62,7 @@ class Elsewhere:
             if not nbytes or (self._is_cpu and not disk_s):
                 continue
             if cell.is_in_file:
-                clock.note("read", bucket.name, nbytes)
+                clock.note("read", bucket.unit, nbytes)
             lanes = clock.lanes_from(clock.now_s)
             copy_s = 0.0 if self._is_cpu else job.device.copy_s(nbytes)
             copies = max(1, -(-nbytes // max(1, cell.place.staging_bytes // 2)))
@@ -70,7 +70,7 @@ class Elsewhere:
             arrived_s = max(arrived_s, bring_ahead(work, lanes))
             clock.take_over(lanes)
             if not self._is_cpu:
-                clock.move("copy in", bucket.name, nbytes, "parameters from the host")
+                clock.move("copy in", bucket.unit, nbytes, "parameters from the host")
             elif bucket.layout.world_size > 1:
                 # On a CPU with several ranks, the program waits before it starts the gather.
                 clock.wait(f"parameters of {spec.name} in the file", arrived_s, is_offload=True)
@@ -85,9 +85,9 @@ class Elsewhere:
         clock, what, brought = self._clock, f"gradients of {bucket.name}", -1
         if not is_first:
             brought = self._storages.make(nbytes, "transient", bucket.name, "sums of gradients")
-            clock.move("copy in", bucket.name, nbytes, "gradients from the host")
+            clock.move("copy in", bucket.unit, nbytes, "gradients from the host")
             clock.copy("back", what, nbytes)
-        clock.move("copy out", bucket.name, nbytes, "gradients to the host")
+        clock.move("copy out", bucket.unit, nbytes, "gradients to the host")
         clock.copy("out", what, nbytes)
         self._storages.drop(brought)
 
@@ -106,7 +106,7 @@ class Elsewhere:
             held_bytes += (not is_copied) * sum(bucket.held_gradient_bytes)
             nbytes = is_copied * bucket.layout.owned_numel(*bucket.states) * size
             for start, stop in bucket.layout.parts(*bucket.states) if is_copied else ():
-                clock.move("copy out", bucket.name, (stop - start) * size, "gradients to the host")
+                clock.move("copy out", bucket.unit, (stop - start) * size, "gradients to the host")
             what = "gradients for the update"
             copied.append(self._storages.make(nbytes, "transient", bucket.name, what, memory="host"))
             lanes.now_s = lanes.run("out", device.copy_s(nbytes), f"gradients of {bucket.name}")
@@ -119,9 +119,9 @@ class Elsewhere:
             nbytes = _numel_away(bucket) * itemsize(bucket.formats.param)
             what = f"parameters of {bucket.name}"
             if not self._is_cpu:
-                clock.note("copy out", bucket.name, nbytes)
+                clock.note("copy out", bucket.unit, nbytes)
             if bucket.row.parameters.is_in_file:
-                clock.note("write", bucket.name, nbytes)
+                clock.note("write", bucket.unit, nbytes)
             lanes.now_s = lanes.run("out", 0.0 if self._is_cpu else device.copy_s(nbytes), what)
             lanes.now_s = lanes.run("write", self._disk_s(bucket.row.parameters, nbytes), what)
         began_s = lanes.now_s
@@ -166,8 +166,10 @@ class Elsewhere:
             updated = [itemsize(sizes.master), *[itemsize(sizes.state)] * kept] * cell.is_in_file
             for kind, moved in (("read", updated), ("write", [*updated, written_bytes(bucket)])):
                 for size in filter(None, moved):
-                    self._clock.note(kind, bucket.name, piece * size)
-            self._clock.move("copy in", bucket.name, piece * itemsize(sizes.param) * is_moved, "parameters from the host")
+                    self._clock.note(kind, bucket.unit, piece * size)
+            self._clock.move(
+                "copy in", bucket.unit, piece * itemsize(sizes.param) * is_moved, "parameters from the host"
+            )
         disk_s = self._disk_s(cell, numel * (itemsize(sizes.master) + kept * itemsize(sizes.state)))
         return Work(
             bucket.name,

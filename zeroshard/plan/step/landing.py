@@ -43,6 +43,8 @@ class Landing:
         self._reduced_s = 0.0
         self._under_way: list[BucketSpec] = []
         """The buckets of the last reduction, until it is finished."""
+        self._tails: list[BucketSpec] = []
+        """Those whose sums every rank gathers, until the pass ends."""
 
     # -- arrival ----------------------------------------------------------------------------------------------------
 
@@ -175,12 +177,14 @@ class Landing:
         self._before = []
 
     def finish(self) -> None:
-        """Note that the reduction under way is finished, by a sum over replicas."""
+        """Note that the reduction under way is finished: awaited, then summed over replicas."""
         for bucket in self._under_way:
+            self._clock.note("wait", bucket.unit)
             if bucket.replicas > 1:
                 shard_bytes = bucket.layout.shard_numel * itemsize(bucket.formats.reduce)
                 nbytes = sent_of("all-reduce", shard_bytes, self._job.spans["replicate"])
-                self._clock.note("all-reduce", bucket.name, nbytes)
+                self._clock.note("all-reduce", bucket.unit, nbytes)
+            self._tails += [bucket] * (bucket.updates_all and bucket.layout.world_size > 1)
         self._under_way.clear()
 
     def _finish_before(self) -> None:
@@ -197,6 +201,9 @@ class Landing:
         """Wait for the reductions of a backward."""
         self._finish_before()
         self._clock.wait("reductions", self._reduced_s)
+        for bucket in sorted(self._tails, key=lambda bucket: bucket.number):
+            self._clock.note("wait", bucket.unit)
+        self._tails.clear()
         self._summed |= self._arrived
         self._arrived.clear()
 
