@@ -1226,6 +1226,41 @@ PLAN = (
         "job.unreduced_passes",
         f"{_EVENTS}::test_one_run_of_make_train_is_as_planned[2]",
     ),
+    Bug(
+        "a film updates the buckets without gradients",
+        "plan/step/updating.py",
+        "            if number in used:",
+        "            if True:",
+        f"{_EVENTS}::test_the_plan_is_the_trace_however_units_are_used[a block that is skipped-3]",
+    ),
+    Bug(
+        "a film adds to gradients of the host without a copy in",
+        "plan/step/elsewhere.py",
+        'clock.move("copy in", bucket.unit, nbytes, "gradients from the host")',
+        "pass",
+        f"{_EVENTS}::test_the_plan_is_the_trace_of_copies_between_a_device_and_other_memories[host-4]",
+    ),
+    Bug(
+        "a film's updates in files write no parameters",
+        "plan/step/elsewhere.py",
+        '("write", [*updated, written_bytes(bucket)])',
+        '("write", updated)',
+        f"{_EVENTS}::test_the_plan_is_the_trace_of_copies_between_a_device_and_other_memories[a part in a file-1]",
+    ),
+    Bug(
+        "a film's replicas send twice as much",
+        "plan/step/landing.py",
+        "shard_bytes = bucket.layout.shard_numel * itemsize",
+        "shard_bytes = 2 * bucket.layout.shard_numel * itemsize",
+        f"{_EVENTS}::test_the_plan_is_the_trace_of_replicas[2-True]",
+    ),
+    Bug(
+        "a film waits for each published unit before it sends the next one",
+        "plan/step/updating.py",
+        "        pending.append((unit, clock.collect",
+        '        clock.note("wait", unit.name)\n        pending.append((unit, clock.collect',
+        f"{_EVENTS}::test_one_run_of_make_train_is_as_planned[2]",
+    ),
 )
 """The steady step of a plan, other than the engine's."""
 

@@ -1,5 +1,6 @@
 """What is run on emulated CUDA devices; `test_devices.py` and `test_streams.py` say what has to come of it."""
 
+import dataclasses
 import os
 import tempfile
 import threading
@@ -70,12 +71,14 @@ class OneOfMany(Comm):
     def gather(self, full: Tensor, tag: Tag, kind: str = "gather", axis: Axis = "shard") -> Pending:
         rows = full.view(RANKS, -1)
         rows[1:] = rows[:1]
+        self.sent_bytes[kind] += rows[1:].nbytes
         return Pending(lambda: None)
 
     def reduce(self, full: Tensor | None, own: Tensor, codec: Codec, scale: float, tag: Tag) -> Pending:
         assert full is not None
         own.copy_(full.view(RANKS, -1)[0])
         own.mul_(scale * RANKS)
+        self.sent_bytes["reduce"] += codec.nbytes(own.numel()) * (RANKS - 1)
         return Pending(lambda: None)
 
     def reduce_copies(self, own: Tensor, codec: Codec, scale: float, tag: Tag, *, is_ready: bool = True) -> Pending:
@@ -182,6 +185,53 @@ def values(devices: Devices) -> dict[str, bool]:
         and all(torch.allclose(a, b, rtol=0, atol=1e-6) for a, b in zip(found, expected, strict=True))
         for way, (found, here) in states.items()
     }
+
+
+PLACES: dict[str, dict[str, Any]] = {
+    "host": {"staging_bytes": 1 << 16},
+    "a part": {"states": 0.4},
+    "gradients stay": {"gradients": 0.0},
+    "parameters": {"parameters": 1.0, "staging_bytes": 1 << 16},
+    "parameters alone": {"states": 0.0, "parameters": 0.5},
+    "file": {"to": "", "staging_bytes": 1 << 16},
+    "a part in a file": {"states": 0.5, "parameters": 1.0, "to": ""},
+    "parameters on the host": {"parameters": 1.0, "parameters_to": "host", "to": ""},
+    "parameters beside a file": {"parameters": 0.7, "to": "", "staging_bytes": 1 << 16},
+}
+"""Where state is kept elsewhere; "" is a folder."""
+
+
+def plain_blocks() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4)))
+
+
+def moves(devices: Devices) -> dict[str, list[Any]]:
+    """Train with state in other memories, alone and among four; return the events of the last step."""
+    found: dict[str, list[Any]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for place, given in PLACES.items():
+            offload = zs.Offload(**{**given, **({"to": folder} if "to" in given else {})})
+            for ranks in (1, RANKS):
+                model = plain_blocks()
+                optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+                if ranks == 1:
+                    zero = zs.shard(model, optimizer, stage=3, offload=offload, precision="bf16")
+                else:
+                    from zeroshard.wire.mesh import current_mesh
+
+                    asked = Request(model, optimizer, stage=3, offload=offload, precision="bf16")
+                    with process_group("fake", ranks):
+                        zero = shard_over(asked, current_mesh(), OneOfMany)
+                zero.trace.is_detailed = True
+                for _ in range(4):
+                    for _ in range(2):
+                        model(torch.ones(3, WIDTH, device="cuda:0")).square().mean().backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                events = zero.trace.step_events(3)
+                found[f"{place}, {ranks}"] = [dataclasses.astuple(event)[1:] for event in events]
+    return found
 
 
 def offloaded(devices: Devices) -> dict[str, Any]:

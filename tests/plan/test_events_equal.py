@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zeroshard as zs
 from tests import models
+from tests.emulated import cases, cuda
 from tests.oracle import STAGES, TIMEOUT_S, Sharded
 from tests.rotation import third
 from zeroshard.table.trace import Event
@@ -51,6 +52,7 @@ def traced_runs(folder: str, variants: Sequence[Sequence[str]]) -> list[list[Eve
 
         def kept(*args: Any, handles: list[zs.Zero] = handles, **options: Any) -> zs.Zero:
             handles.append(shard(*args, **options))
+            handles[0].trace.is_detailed = True
             return handles[0]
 
         zs.shard = kept
@@ -102,10 +104,25 @@ VARIANTS = {
 }
 
 
+LANES = ("copy out", "copy in", "read", "write")
+"""Kinds of events that have an order among themselves alone, as other threads and streams have. The rest has one."""
+
+
+def lanes_of(events: Sequence[Event]) -> dict[str, list[Event]]:
+    """Return the events of each lane, in order; "" is the program's."""
+    found: dict[str, list[Event]] = {"": []}
+    for event in events:
+        found.setdefault(event.kind if event.kind in LANES else "", []).append(event)
+    return found
+
+
 def compare(planned: Sequence[Event], traced: Sequence[Event], where: str) -> None:
-    for index, (expected, came) in enumerate(zip(planned, traced, strict=False)):
-        assert expected == came, f"{where}, event {index}: {came}, planned {expected}"
-    assert len(planned) == len(traced), f"{where}: {len(traced)} events, planned {len(planned)}"
+    one, other = lanes_of(planned), lanes_of(traced)
+    for lane in {**one, **other}:
+        expected, came = one.get(lane, []), other.get(lane, [])
+        for index, (a, b) in enumerate(zip(expected, came, strict=False)):
+            assert a == b, f"{where}, {lane} event {index}: {b}, planned {a}"
+        assert len(expected) == len(came), f"{where}: {len(came)} {lane} events, planned {len(expected)}"
     assert traced, where
 
 
@@ -222,13 +239,17 @@ CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
 }
 
 
+ARGUMENTS = ("units", "activations", "parameters", "offload", "mesh")
+
+
 def follow(build: Callable[[], nn.Module], stage: int, options: dict[str, Any]) -> list[Event]:
     """Train, and return the events of the last step. Runs on a rank."""
     run = Sharded(stage, {"shared_memory": options.get("shared_memory", True)})
     model = models.build(build)
     optimizer = models.adamw(model)
-    passed = {name: options.get(name) for name in ("units", "activations", "parameters", "offload")}
+    passed = {name: options.get(name) for name in ARGUMENTS}
     run.shard(model, optimizer, **passed)
+    run.zeros[0].trace.is_detailed = True
     for step in range(STEPS):
         options.get("loss", models.stack_loss)(model, step, run.rank).backward()
         optimizer.step()
@@ -239,7 +260,7 @@ def follow(build: Callable[[], nn.Module], stage: int, options: dict[str, Any]) 
 def planned(build: Callable[[], nn.Module], stage: int, options: dict[str, Any], world: int) -> list[Event]:
     is_gpt = options.get("loss") is models.gpt_loss
     inputs = [models.tokens(0, 0)[:, :-1]] if is_gpt else [models.features(0, 0)]
-    passed = {name: options.get(name) for name in ("units", "activations", "parameters", "offload")}
+    passed = {name: options.get(name) for name in ARGUMENTS}
     plan = zs.plan(
         models.build(build),
         world_size=world,
@@ -280,6 +301,15 @@ def test_the_plan_is_the_trace_where_ranks_send_messages(stage: int) -> None:
 
 
 @pytest.mark.product
+@pytest.mark.parametrize(("stage", "is_shared"), [*((stage, True) for stage in STAGES), (0, False), (3, False)])
+def test_the_plan_is_the_trace_of_replicas(stage: int, is_shared: bool) -> None:
+    options = {"shared_memory": is_shared, "mesh": 2}
+    for rank, traced in enumerate(run_ranks(follow, 4, models.Stack, stage, options, timeout_s=TIMEOUT_S)):
+        assert "all-reduce" in {event.kind for event in traced}
+        compare(planned(models.Stack, stage, options, 4), traced, f"stage {stage}, [rank {rank}/4]")
+
+
+@pytest.mark.product
 @pytest.mark.parametrize(
     ("case", "parameters"),
     [
@@ -307,3 +337,38 @@ def test_the_plan_is_the_trace_where_state_is_offloaded(offload: zs.Offload, sta
         pytest.skip("replicated parameters are not offloaded")
     for rank, traced in enumerate(run_ranks(follow, 2, Frozen, stage, options, timeout_s=TIMEOUT_S)):
         compare(planned(Frozen, stage, options, 2), traced, f"{offload}, stage {stage}, [rank {rank}/2]")
+
+
+# -- on a device ------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def moved() -> dict[str, list[Any]]:
+    found: dict[str, list[Any]] = cuda.run("tests.emulated.cases:moves")
+    return found
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.product
+@pytest.mark.parametrize("ranks", [1, cases.RANKS])
+@pytest.mark.parametrize("place", cases.PLACES)
+def test_the_plan_is_the_trace_of_copies_between_a_device_and_other_memories(
+    place: str, ranks: int, tmp_path: Path
+) -> None:
+    if not isinstance(why := cuda.build(), Path):
+        pytest.skip(why)
+    given = cases.PLACES[place]
+    plan = zs.plan(
+        cases.plain_blocks(),
+        world_size=ranks,
+        device="h100-80",
+        stage=3,
+        precision="bf16",
+        micro_batches=2,
+        offload=zs.Offload(**{**given, **({"to": str(tmp_path)} if "to" in given else {})}),
+        inputs=[torch.ones(3, cases.WIDTH)],
+        loss=lambda out: out.square().mean(),
+    )
+    traced = [Event(STEPS - 1, *one) for one in moved()[f"{place}, {ranks}"]]
+    assert {"copy out", "copy in"} & {event.kind for event in traced}
+    compare(events_of(plan), traced, f"{place}, {ranks} ranks")

@@ -59,9 +59,10 @@ def test_nothing_is_reduced_without_synchronization() -> None:
 def test_each_optimizer_has_its_step_and_its_units() -> None:
     units = described(2)
     two = [*update_actions(units, [[0], [1, 2]])]
-    assert two == [("publish", 0), ("step", 0), ("publish", 1), ("publish", 2), ("step", 0)]
+    assert two[:3] == [("update", 0), ("publish", 0), ("step", 0)]
+    assert two[3:] == [("update", 1), ("update", 2), ("publish", 1), ("publish", 2), ("step", 0)]
     assert [*update_actions(units, [])] == []
-    assert [*update_actions(described(3), [[0, 1, 2]])] == [("step", 0)]
+    assert [*update_actions(described(3), [[0, 1, 2]])] == [*(("update", number) for number in range(3)), ("step", 0)]
 
 
 def test_units_that_the_model_does_not_have_are_refused() -> None:

@@ -14,6 +14,7 @@ Note: the life of a parameter's bytes
 
 import warnings
 from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from zeroshard.core.grads import FlatGradients, Gradients, Places
 from zeroshard.core.loose import LooseGradients
 from zeroshard.core.undo import Ending
 from zeroshard.store.ahead import Waitable
+from zeroshard.store.stored import is_stored
 from zeroshard.store.stores import Stores
 from zeroshard.table.spec import BucketSpec
 from zeroshard.table.trace import Ledger
@@ -76,7 +78,8 @@ class Bucket(Ending):
         """Waits for the background update of the masters; None without such an update."""
         self.flat: FlatGradients | None = None
         """The gradients, if they are summed over ranks."""
-        landing = stores.of(spec.row.gradients).landing()
+        self.tell = partial(ledger.tell, spec.unit)
+        landing = stores.of(spec.row.gradients).landing(self.tell)
         if spec.lands_on_sums:
             self.grads: Gradients = LooseGradients(spec, self.places, dtypes.grad, ledger, landing)
         else:
@@ -118,6 +121,7 @@ class Bucket(Ending):
 
     def brought(self, begin: Callable[[], Waitable], unit: str) -> Waitable:
         """Begin the copy of offloaded parameters into `full`, followed by the work that reads `full`."""
+        self._tell_move(self.own, self.shard)
         return self._home.brought(self.own, self.shard, begin, unit)
 
     def await_update(self) -> None:
@@ -206,7 +210,15 @@ class Bucket(Ending):
 
     @torch.no_grad()
     def _follow(self) -> None:
+        self._tell_move(self._updated, self._masters)
         self._store.bring(self._updated, self._masters)
+
+    def _tell_move(self, target: Tensor, source: Tensor) -> None:
+        """Tell of values that change their memory."""
+        if is_stored(target) is not is_stored(source):
+            self.tell("read" if is_stored(source) else "write", target.nbytes)
+        if target.device != source.device:
+            self.tell("copy in" if source.device.type == "cpu" else "copy out", target.nbytes)
 
     def follow_part(self, start: int, values: Tensor) -> Tensor | None:
         """Round a piece of updated masters in a file, from element `start` on, into parameters.
@@ -219,6 +231,7 @@ class Bucket(Ending):
         part = self._updated[start : start + values.numel()]
         if self._home.is_filed:
             return part
+        self._tell_move(part, values)
         with torch.no_grad():
             self._store.bring(part, values)
         return None

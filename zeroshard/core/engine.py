@@ -74,7 +74,7 @@ class Engine(Ending):
         self.undo, self.backwards, self.assigned = Undo(), 0, set[Slot]()
         """The number of backward passes that have ended; parameters whose gradients user code has assigned since."""
         self.order = Order(units, comm)
-        self.catch_up, self.answer = self.order.catch_up, self.order.answer
+        self.catch_up, self.answer, ledger.listener = self.order.catch_up, self.order.answer, self.order.history.note
         self.is_sharded = self.order.is_sharded
         self.has_frames = self.is_sharded or treatment is not None
         """Whether modules with units have forward hooks."""

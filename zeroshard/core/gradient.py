@@ -223,6 +223,7 @@ class MasterSlice(torch.nn.Parameter):
         # Optimizers need one dtype: gradients in another dtype are converted for the update, once per step.
         if slot.wide is None or slot.wide[0] != version_of(part):
             slot.wide = version_of(part), _master_gradient(part.to(self.device, self.dtype), slot)
+            slot.bucket.tell("copy out", part.numel() * self.itemsize * slot.crosses)
         return slot.wide[1]
 
     @grad.setter
@@ -277,8 +278,7 @@ def read(slot: Slot) -> Tensor | None:
 
 def assign(slot: Slot, value: Tensor | None) -> None:
     """Set `parameter.grad`: None drops it; a tensor of the parameter's shape, equal on all ranks, replaces it."""
-    owner = slot.owner()
-    if owner is not None:
+    if (owner := slot.owner()) is not None:
         owner.change_gradients("zero_grad() or an assignment to .grad", is_forgotten=value is None)
     grads = slot.bucket.grads
     if value is None:

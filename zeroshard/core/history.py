@@ -28,6 +28,8 @@ class History:
     def __init__(self, units: Sequence[Unit], records: Mapping[Hashable, Record]) -> None:
         self._units, self._records = units, records
         self.trace = Trace(self._predict)
+        self.phase = "step"
+        """The phase of the current pass; "step" outside passes."""
         self.steps = 0
         """The number of steps before the current one, or before the last one between steps."""
         self._has_stepped = False
@@ -39,8 +41,9 @@ class History:
         """The number of completed steps."""
         return self.steps + self._has_stepped
 
-    def begin_step(self) -> None:
-        """Count a new step if the previous step is complete."""
+    def begin_step(self, phase: str) -> None:
+        """Begin a phase; count a new step if the previous step is complete."""
+        self.phase = phase
         if self._has_stepped:
             self.steps += 1
             self._has_stepped = False
@@ -50,9 +53,18 @@ class History:
         """Record a completed pass."""
         self._done.append((phase, key, marks))
 
+    def add(self, phase: str, key: Hashable, kind: str, number: int, sent: int | None = None) -> None:
+        """Record a collective or a release; see `event`."""
+        self.trace.add(self.event(phase, key, kind, number, self.steps, sent))
+
+    def note(self, kind: str, name: str, nbytes: int = 0) -> None:
+        """Record what only a detailed trace has, from any thread; no move of 0 bytes."""
+        if self.trace.is_detailed and (nbytes or kind == "wait"):
+            self.trace.add(Event(self.steps, self.phase, kind, name, nbytes))
+
     def add_publish(self, number: int, sent: int) -> None:
         """Record the transfer of a unit's updated parameters."""
-        self.trace.add(self.event("step", None, "publish", number, self.steps, sent))
+        self.add("step", None, "publish", number, sent)
         self._done.append(number)
 
     def end_step(self) -> None:

@@ -71,10 +71,9 @@ class Order:
         self.carried: frozenset[int] = frozenset()
         """Units that a forward left gathered for its backward; equal on all ranks."""
         self.current: Pass | None = None
-        self._has_warned = False
+        self._has_warned, self._count = False, 0
         self._records: dict[Hashable, Record] = {}
         self.history = History(units, self._records)
-        self._count = 0
         self._in_flight: list[Reduction] = []
         self._tails: list[list[Pending]] = [[] for _ in units]
         """Gathers of sums that every rank needs in full, by unit."""
@@ -118,7 +117,7 @@ class Order:
             self.catch_up()
             # A rank may run local passes without messages, which must not change the numbers of messages.
             self._count += 1
-        self.history.begin_step()
+        self.history.begin_step(phase)
         key = (key, self.carried) if self.carried else key
         record = self._records.get(key)
         asks = record is None or (phase == "backward" and self._has_left_record)
@@ -190,7 +189,7 @@ class Order:
         if not pass_.asks:
             # Otherwise a rank may still wait for this rank in a round.
             self._wait_for_tails()
-        pass_.checksum, self.current = checksum_of(self._changes), None
+        pass_.checksum, self.current, self.history.phase = checksum_of(self._changes), None, "step"
         self.carried = frozenset(pass_.schedule.whole)
         if pass_.scope is not Scope.RANK:
             pass_.used = [flag for unit in self._units for flag in unit.has_landed()]
@@ -268,6 +267,7 @@ class Order:
             tails, self._tails[number] = self._tails[number], []
             for tail in tails:
                 tail.wait()
+                self.history.note("wait", self._units[number].name)
 
     def _keep(self, pass_: Pass) -> None:
         """Keep the record of a pass that is over."""
@@ -452,7 +452,7 @@ class Order:
                     unit.start_reduction(self._comm, pass_.number, str(pass_), pass_.scope, is_ready=is_ready)
                 )
             # Written after the action, with the bytes that the transport counted.
-            history.trace.add(history.event(pass_.phase, pass_.key, kind, number, history.steps, sent[kind] - before))
+            history.add(pass_.phase, pass_.key, kind, number, sent[kind] - before)
             if kind == "reduce" and self._comm.wire.is_in_place:
                 # No message is under way, and the next unit's gradients can reuse the buffer.
                 self._finish_all()
@@ -479,7 +479,7 @@ class Order:
         pass_, history = self._open_pass(), self.history
         pass_.postponed.add(unit.number)
         pass_.waiting.add(unit.number)
-        history.trace.add(history.event(pass_.phase, pass_.key, "postpone", unit.number, history.steps))
+        history.add(pass_.phase, pass_.key, "postpone", unit.number)
         if self._comm.mesh.rank == 0 and len(pass_.postponed) > WINDOW and not self._has_warned:
             self._has_warned = True
             nbytes = sum(self._units[number].local_bytes for number in pass_.postponed)
@@ -500,14 +500,15 @@ class Order:
 
     def publish(self, numbers: Sequence[int], start: Callable[[Unit], list[Pending]]) -> None:
         """End an update: gather the updated parameters of the units `numbers` if replicated; count the step."""
-        pending, sent = [], self._comm.sent_bytes
+        pending, sent = list[tuple[str, Pending]](), self._comm.sent_bytes
         for number in numbers:
-            before = sent["gather"]
-            with profiled("publish", self._units[number].name):
-                pending += start(self._units[number])
+            before, name = sent["gather"], self._units[number].name
+            with profiled("publish", name):
+                pending += [(name, one) for one in start(self._units[number])]
             self.history.add_publish(number, sent["gather"] - before)
-        for one in pending:
+        for name, one in pending:
             one.wait()
+            self.history.note("wait", name)
         self.history.end_step()
 
     def next_number(self) -> int:

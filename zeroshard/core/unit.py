@@ -67,6 +67,7 @@ class Reduction:
         tails: list[Pending] | None = []
         for bucket, grads, local, own, pending in self.sums:
             is_ready = pending.wait()
+            bucket.tell("wait")
             # Sums within this replica are added to the held sums, and the total is summed over replicas.
             scope = min(grads.scope, self.scope)
             if scope is Scope.ALL:
@@ -206,6 +207,7 @@ class Unit:
                     self._pending[0].wait()
                 self._pending.pop(0)  # an interrupted wait is repeated
             for bucket in self._gathered:
+                bucket.tell("wait")
                 bucket.changes.restore()
             self.let_read(Presence.WHOLE)
 
@@ -314,8 +316,10 @@ class Unit:
         """Sum this rank's shard of gradients over replicas, if any; return False if a replica is not ready."""
         if comm.mesh.replicas == 1:
             return is_ready
-        tag = Tag(number, bucket.number, what)
-        return comm.reduce_copies(own, bucket.codec, self.scale, tag, is_ready=is_ready).wait()
+        tag, before = Tag(number, bucket.number, what), comm.sent_bytes["replicate"]
+        is_ready = comm.reduce_copies(own, bucket.codec, self.scale, tag, is_ready=is_ready).wait()
+        bucket.tell("all-reduce", comm.sent_bytes["replicate"] - before)
+        return is_ready
 
     def note_overflow(self, sums: Iterable[Tensor]) -> None:
         """Record for the loss scale whether a sum is not finite."""

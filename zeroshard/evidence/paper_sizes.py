@@ -127,7 +127,7 @@ def communication() -> Table:
     for name, paper in zip(NAMES, (2, 2, 2, 3), strict=True):
         run = Run(label="", row=name, layers=48, hidden=1600, heads=16, devices=ranks, tensor=1, batch=1,
                   published=0)  # fmt: skip
-        ticks = [tick for tick in film_of(run).ticks if tick.nbytes]
+        ticks = [tick for tick in film_of(run).ticks if tick.nbytes and tick.kind in ("gather", "reduce", "publish")]
         scale = HALF * model_of(run).numel() * (ranks - 1) / ranks
         sums = [sum(t.nbytes for t in ticks if t.kind == kind) / scale for kind in ("gather", "reduce", "publish")]
         rows.append([name, len(ticks), *sums, sum(sums), paper])

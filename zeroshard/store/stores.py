@@ -30,6 +30,7 @@ __all__ = ["DeviceStore", "FarStore", "FileStore", "HostStore", "Landing", "MEMO
 
 Tensor = torch.Tensor
 Form = tuple[tuple[int, ...], tuple[int, ...]]
+Tell = Callable[[str, int], None]
 
 IN_MEMORY: Final = ("tmpfs", "ramfs")
 
@@ -85,8 +86,8 @@ class Store(ABC):
         """Copy values of this memory to `target`, in the dtype of the target."""
 
     @abstractmethod
-    def landing(self) -> "Landing":
-        """Return what puts the gradients of a bucket into this memory."""
+    def landing(self, tell: Tell) -> "Landing":
+        """Return what puts the gradients of a bucket into this memory; it tells of copies, by kind and bytes."""
 
     def reserve(self, sizes: Sequence[int]) -> None:
         """Take the room for tensors of these bytes, if the memory can.
@@ -129,7 +130,7 @@ class DeviceStore(Store):
         """See `Store`."""
         target.copy_(source)
 
-    def landing(self) -> "Landing":
+    def landing(self, tell: Tell) -> "Landing":
         """See `Store`."""
         return DeviceLanding(self.device)
 
@@ -179,9 +180,9 @@ class FarStore(Store):
                 self._fill(piece, values)
                 buffer.copied = self._launch(to, piece)
 
-    def landing(self) -> "Landing":
+    def landing(self, tell: Tell) -> "Landing":
         """See `Store`: gradients do not go to files."""
-        return HostLanding(self.device)
+        return HostLanding(self.device, tell)
 
     def _is_far(self, target: Tensor) -> bool:
         return target.device.type != "cpu"
@@ -408,9 +409,9 @@ class HostLanding(Landing):
     host.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, tell: Tell) -> None:
         super().__init__(device)
-        self._is_far = device.type != "cpu"
+        self._is_far, self._tell = device.type != "cpu", tell
         self._event: devices.Mark | None = None
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
@@ -419,6 +420,8 @@ class HostLanding(Landing):
 
     def put(self, target: Tensor, values: Tensor) -> None:
         """See `Landing`."""
+        if self._is_far:
+            self._tell("copy out", values.nbytes)
         self._event = carry(self._device, "out", target, values)
 
     def add(self, target: Tensor, values: Tensor, scale: float = 1.0) -> None:
@@ -427,6 +430,7 @@ class HostLanding(Landing):
             target.add_(values, alpha=scale)
             return
         total = torch.empty_like(target, device=self._device)
+        self._tell("copy in", total.nbytes)
         carry(self._device, "back", total, target)
         self.put(target, total.add_(values, alpha=scale))
 

@@ -137,6 +137,11 @@ class BucketSpec:
         """Whether the host can update after the step: with all it needs, and before a gather, which can wait."""
         return self.row.states.memory == self.row.gradients.memory == "host" and self.is_gathered
 
+    @property
+    def unit(self) -> str:
+        """The name of the unit, as events have it: "" for the root."""
+        return self.name if self.name != "the root" else ""
+
     @cached_property
     def holds_whole_gradients(self) -> bool:
         """Whether the held gradients span the full bucket."""

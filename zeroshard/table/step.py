@@ -92,8 +92,10 @@ def steady_passes(units: Sequence[UnitSpec], uses: Uses, *, is_reduced: bool = T
 
 def update_actions(
     units: Sequence[UnitSpec], optimizers: Sequence[Collection[int]]
-) -> Iterator[tuple[Literal["publish", "step"], int]]:
-    """Yield the actions of an update: the units that each optimizer publishes, then its step (with the root's number).
+) -> Iterator[tuple[Literal["update", "publish", "step"], int]]:
+    """Yield the actions of an update: the buckets that each optimizer updates, the units that it publishes, its step.
+
+    The number of a step is the root's. A bucket whose parameters got no gradient is not updated.
 
     Args:
         optimizers: for each optimizer, the numbers of the buckets that it has entries of, in the order of updates.
@@ -101,6 +103,7 @@ def update_actions(
     updated = frozenset(number for numbers in optimizers for number in numbers)
     units = [unit.updated(updated) for unit in units]
     for numbers in optimizers:
+        yield from (("update", b.number) for unit in units for b in unit.reduced if b.number in numbers)
         for unit in units:
             if any(bucket.is_published and bucket.number in numbers for bucket in unit.buckets):
                 yield "publish", unit.number

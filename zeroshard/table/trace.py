@@ -25,6 +25,12 @@ class Event:
     "forward", "backward" or "step"; `nbytes` is the number of bytes that this rank sends; `is_pinned` marks a unit that
     stays gathered while other units are gathered and released, because it is tied, nested or called again.
 
+    A detailed trace (`Trace.is_detailed`) also has, bucket by bucket: "update" (an optimizer's step has updated the
+    bucket, or has begun to; `nbytes` is that of the master weights); "copy out" and "copy in" (a copy from a device to
+    the host or to a file, and back, has begun; `nbytes` cross the bus; a CPU has none); "read" and "write" (of a file);
+    "all-reduce" (of a shard of gradients, over replicas); "wait" (the program, or on a device its stream, had to wait
+    here for a gather, with its copy, or for a sum; `nbytes` is 0).
+
     ```python
     import zeroshard as zs
 
@@ -75,6 +81,8 @@ class Trace:
     def __init__(self, predict: Callable[[], list[Event]]) -> None:
         self._steps: deque[list[Event]] = deque([[]], maxlen=KEPT_STEPS)
         self._predict = predict
+        self.is_detailed = False
+        """Whether to keep events of what a rank does by itself, which predictions do not have; see `Event`."""
 
     @property
     def events(self) -> list[Event]:
@@ -162,10 +170,17 @@ class Traffic:
 
 @dataclass
 class Ledger:
-    """Bytes held in pools and gathered units: current and peak."""
+    """Bytes held in pools and gathered units, current and peak, and who hears of events in their memory."""
 
     now: Counter[str] = field(default_factory=Counter)
     peak: Counter[str] = field(default_factory=Counter)
+    listener: Callable[[str, str, int], None] | None = None
+    """Told of what a detailed trace has: kind of event, name of the unit, bytes."""
+
+    def tell(self, name: str, kind: str, nbytes: int = 0) -> None:
+        """Tell the listener of an event."""
+        if self.listener is not None:
+            self.listener(kind, name, nbytes)
 
     def add(self, column: str, nbytes: int) -> None:
         """Add `nbytes`, which may be negative, to `column`."""

@@ -202,8 +202,11 @@ class ShardedOptimizer:
             engine.order.publish([], lambda unit: [])
             return
         touched = [slot_of(master) for master in self.masters]
-        buckets = {id(slot.bucket): slot.bucket for slot in touched}
-        for bucket in buckets.values():
+        buckets = sorted({slot.bucket for slot in touched}, key=lambda bucket: bucket.number)
+        for bucket in buckets if engine.order.history.trace.is_detailed else ():
+            if bucket.grads.has_any:
+                bucket.tell("update", bucket.array().nbytes)
+        for bucket in buckets:
             bucket.follow_masters(is_filed_done=self.source.disk is not None)
         numbers = sorted({slot.unit for slot in touched if slot.bucket.spec.is_published})
         number = engine.order.next_number()
@@ -213,7 +216,7 @@ class ShardedOptimizer:
             return unit.publish(engine.comm, number, what, "gather")
 
         engine.order.publish(numbers, start)
-        for bucket in buckets.values():
+        for bucket in buckets:
             bucket.count_update()
         self.applied = engine.backwards
         engine.note_update(touched, None if answer is None else lambda: self._learn(answer))

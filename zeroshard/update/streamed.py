@@ -230,7 +230,7 @@ class Chunk(Piece):
             assert isinstance(target, StoredTensor), "a part in the file"
             buffer = self._streams.buffer(self._number, PARAMETERS, target.nbytes)
             buffer[: target.nbytes].view(target.dtype).copy_(masters)
-            self._submit(target.array.put, target.start, target.start + len(target), buffer, writes=True)
+            self._submit(target, target.array.put, target.start, target.start + len(target), buffer, writes=True)
 
     def _keep(self, part: _Part, entry: Tensor) -> dict[str, Any]:
         """Take what the optimizer has left as states of an entry; return the states of its slice."""
@@ -261,9 +261,10 @@ class Chunk(Piece):
         numel, dtype = self._stop - self._start, values.dtype
         buffer = self._streams.buffer(self._number, key, numel * dtype.itemsize)
         self._values[key] = buffer[: numel * dtype.itemsize].view(dtype)
-        self._submit(values.array.move, self._start, self._stop, buffer, writes=writes)
+        self._submit(self._values[key], values.array.move, self._start, self._stop, buffer, writes=writes)
 
-    def _submit(self, move: Any, start: int, stop: int, buffer: Tensor, *, writes: bool) -> None:
+    def _submit(self, values: Tensor, move: Any, start: int, stop: int, buffer: Tensor, *, writes: bool) -> None:
+        self._bucket.tell("write" if writes else "read", values.nbytes)
         future = self._streams.files.disk.submit(move, start, stop, buffer, writes)
         self._streams.moving.add(future)
         self._moving.append(future)

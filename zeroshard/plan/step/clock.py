@@ -44,6 +44,7 @@ class Clock:
         self._kernel_s = seconds or partial(device.kernel_s, dtype=dtype)
         self.lanes: list[LaneSpan] = []
         self.ticks: list[Tick] = []
+        self.phase = ""
         self.free_s = dict.fromkeys(("gather", "reduce", "out", "back", "host", "copier", "read", "write"), 0.0)
         self.sent: Counter[str] = Counter()
         """Bytes that the rank sends, by axis and kind."""
@@ -58,6 +59,16 @@ class Clock:
         kind = event.kind
         self.ticks.append(Tick(self.now_s, kind, event.unit, event.nbytes, event.phase, event.is_pinned, event.dtype))
         self.sent[f"shard {kind}"] += event.nbytes
+
+    def note(self, kind: str, name: str, nbytes: int = 0) -> None:
+        """Note what the rank does by itself, as in a detailed trace of the engine."""
+        self.ticks.append(Tick(self.now_s, kind, name, nbytes, self.phase))
+
+    def move(self, kind: str, name: str, nbytes: int, what: str) -> None:
+        """Note a copy, and count its bytes."""
+        self.sent[what] += nbytes
+        if nbytes:
+            self.note(kind, name, nbytes)
 
     # -- the compute lane -------------------------------------------------------------------------------------------
 

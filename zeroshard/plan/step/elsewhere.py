@@ -61,6 +61,8 @@ class Elsewhere:
             disk_s = self._disk_s(cell, nbytes)
             if not nbytes or (self._is_cpu and not disk_s):
                 continue
+            if cell.is_in_file:
+                clock.note("read", bucket.unit, nbytes)
             lanes = clock.lanes_from(clock.now_s)
             copy_s = 0.0 if self._is_cpu else job.device.copy_s(nbytes)
             copies = max(1, -(-nbytes // max(1, cell.place.staging_bytes // 2)))
@@ -68,7 +70,7 @@ class Elsewhere:
             arrived_s = max(arrived_s, bring_ahead(work, lanes))
             clock.take_over(lanes)
             if not self._is_cpu:
-                clock.sent["parameters from the host"] += nbytes
+                clock.move("copy in", bucket.unit, nbytes, "parameters from the host")
             elif bucket.layout.world_size > 1:
                 # On a CPU with several ranks, the program waits before it starts the gather.
                 clock.wait(f"parameters of {spec.name} in the file", arrived_s, is_offload=True)
@@ -83,10 +85,10 @@ class Elsewhere:
         clock, what, brought = self._clock, f"gradients of {bucket.name}", -1
         if not is_first:
             brought = self._storages.make(nbytes, "transient", bucket.name, "sums of gradients")
+            clock.move("copy in", bucket.unit, nbytes, "gradients from the host")
             clock.copy("back", what, nbytes)
-            clock.sent["gradients from the host"] += nbytes
+        clock.move("copy out", bucket.unit, nbytes, "gradients to the host")
         clock.copy("out", what, nbytes)
-        clock.sent["gradients to the host"] += nbytes
         self._storages.drop(brought)
 
     # -- the update -------------------------------------------------------------------------------------------------
@@ -100,12 +102,13 @@ class Elsewhere:
             (here if bucket.row.states.is_on_device else away).append(bucket)
         for bucket in away:
             # Gradients that lie on the device are copied for the update of states elsewhere.
-            is_copied = bucket.row.gradients.is_on_device and not self._is_cpu
+            is_copied, size = bucket.row.gradients.is_on_device and not self._is_cpu, itemsize(bucket.formats.master)
             held_bytes += (not is_copied) * sum(bucket.held_gradient_bytes)
-            nbytes = is_copied * bucket.layout.owned_numel(*bucket.states) * itemsize(bucket.formats.master)
+            nbytes = is_copied * bucket.layout.owned_numel(*bucket.states) * size
+            for start, stop in bucket.layout.parts(*bucket.states) if is_copied else ():
+                clock.move("copy out", bucket.unit, (stop - start) * size, "gradients to the host")
             what = "gradients for the update"
             copied.append(self._storages.make(nbytes, "transient", bucket.name, what, memory="host"))
-            clock.sent["gradients to the host"] += nbytes
             lanes.now_s = lanes.run("out", device.copy_s(nbytes), f"gradients of {bucket.name}")
         # Whether gradients are finite, and the norm that clips them: each reads all of them.
         read_bytes = 0 if self._is_cpu else 2 * held_bytes
@@ -115,6 +118,10 @@ class Elsewhere:
             # Parameters with masters on the device are copied to their memory.
             nbytes = _numel_away(bucket) * itemsize(bucket.formats.param)
             what = f"parameters of {bucket.name}"
+            if not self._is_cpu:
+                clock.note("copy out", bucket.unit, nbytes)
+            if bucket.row.parameters.is_in_file:
+                clock.note("write", bucket.unit, nbytes)
             lanes.now_s = lanes.run("out", 0.0 if self._is_cpu else device.copy_s(nbytes), what)
             lanes.now_s = lanes.run("write", self._disk_s(bucket.row.parameters, nbytes), what)
         began_s = lanes.now_s
@@ -149,11 +156,20 @@ class Elsewhere:
         numel, sharing = stop - start, job.host_ranks
         there = _numel_away(bucket)
         sent_bytes = 0 if self._is_cpu or is_there else (numel - there) * itemsize(sizes.param)
-        self._clock.sent["parameters from the host"] += sent_bytes
         rounded = there if is_there else numel - there if self._is_early(bucket) else numel
         # Masters that are the parameters themselves are not rounded.
         rounded_bytes = rounded * bucket.has_masters * (itemsize(sizes.master) + itemsize(sizes.param))
         kept = max((one.per_element for one in job.updates), default=0)
+        is_moved = not (self._is_cpu or is_there or there)
+        step = piece_numel(bucket, kept) if cell.is_in_file else numel
+        for piece in (min(step, numel - start) for start in range(0, numel, max(1, step))):
+            updated = [itemsize(sizes.master), *[itemsize(sizes.state)] * kept] * cell.is_in_file
+            for kind, moved in (("read", updated), ("write", [*updated, written_bytes(bucket)])):
+                for size in filter(None, moved):
+                    self._clock.note(kind, bucket.unit, piece * size)
+            self._clock.move(
+                "copy in", bucket.unit, piece * itemsize(sizes.param) * is_moved, "parameters from the host"
+            )
         disk_s = self._disk_s(cell, numel * (itemsize(sizes.master) + kept * itemsize(sizes.state)))
         return Work(
             bucket.name,

@@ -56,7 +56,7 @@ class Phase(NamedTuple):
 
 
 class Tick(NamedTuple):
-    """The engine issues something, as in `zeroshard.Event`."""
+    """An event of the engine's detailed trace, as in `zeroshard.Event`."""
 
     at_s: float
     kind: str

@@ -31,6 +31,8 @@ class Landing:
         """Buckets with memory for sums."""
         self._summed: set[int] = set()
         """Buckets whose sums hold the gradients of an earlier micro-batch."""
+        self.used: set[int] = set()
+        """Buckets with gradients in this step."""
         self._arrived: set[int] = set()
         """Buckets of a rank alone whose gradients arrive in this pass."""
         self._last_bytes = 0
@@ -39,6 +41,10 @@ class Landing:
         self._leaving: list[tuple[BucketSpec, bool]] = []
         """Buckets whose sums go to the host when their reduction is over, and whether nothing lies there yet."""
         self._reduced_s = 0.0
+        self._under_way: list[BucketSpec] = []
+        """The buckets of the last reduction, until it is finished."""
+        self._tails: list[BucketSpec] = []
+        """Those whose sums every rank gathers, until the pass ends."""
 
     # -- arrival ----------------------------------------------------------------------------------------------------
 
@@ -52,6 +58,7 @@ class Landing:
         is_named = one.tensor >= 0
         self._last_bytes = one.nbytes if is_named else 0
         for bucket in spec.reduced if not is_named else [self._homes[one.what]] if one.what in self._homes else []:
+            self.used.add(bucket.number)
             is_taken = is_named and one.is_alone and bucket.formats.param == bucket.formats.grad
             if bucket.lands_on_sums:
                 if self._add(bucket, one, is_named=is_named, is_taken=is_taken):
@@ -154,6 +161,7 @@ class Landing:
                 works.append(("all-reduce", shard_bytes, "replicate"))
                 span = self._job.spans["replicate"]
                 clock.sent["replicate all-reduce"] += sent_of("all-reduce", shard_bytes, span)
+            self._under_way.append(bucket)
         self._reduced_s = clock.collect("reduce", spec.name, works)
         # Sums of more than two ranks are made apart, a block at a time, as `wire/codec.py` does.
         for bucket in spec.reduced if self._job.is_repeated else ():
@@ -168,8 +176,20 @@ class Landing:
         self._storages.give(self._before)
         self._before = []
 
+    def finish(self) -> None:
+        """Note that the reduction under way is finished: awaited, then summed over replicas."""
+        for bucket in self._under_way:
+            self._clock.note("wait", bucket.unit)
+            if bucket.replicas > 1:
+                shard_bytes = bucket.layout.shard_numel * itemsize(bucket.formats.reduce)
+                nbytes = sent_of("all-reduce", shard_bytes, self._job.spans["replicate"])
+                self._clock.note("all-reduce", bucket.unit, nbytes)
+            self._tails += [bucket] * (bucket.updates_all and bucket.layout.world_size > 1)
+        self._under_way.clear()
+
     def _finish_before(self) -> None:
         """Finish the reduction before: buffers are free, and what is kept on the host goes there."""
+        self.finish()
         self._free_before()
         leaving, self._leaving = self._leaving, []
         if leaving:
@@ -181,6 +201,9 @@ class Landing:
         """Wait for the reductions of a backward."""
         self._finish_before()
         self._clock.wait("reductions", self._reduced_s)
+        for bucket in sorted(self._tails, key=lambda bucket: bucket.number):
+            self._clock.note("wait", bucket.unit)
+        self._tails.clear()
         self._summed |= self._arrived
         self._arrived.clear()
 

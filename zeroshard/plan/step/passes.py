@@ -31,6 +31,7 @@ class _Whole:
     storages: list[int]
     ready_s: float
     brought_s: float
+    is_awaited: bool = False
 
 
 @final
@@ -51,7 +52,7 @@ class Passes:
             entries: of the job's script.
             steady: the actions of its marks.
         """
-        marked = iter(steady.actions)
+        marked, self._clock.phase = iter(steady.actions), phase
         for unit, one in entries:
             if one.kind not in MARKS:
                 self._run(self._job.units[unit], one)
@@ -64,6 +65,7 @@ class Passes:
                 name, whole = spec.name or "the root", self._whole[unit]
                 self._clock.wait(f"{name} on the bus", whole.brought_s, is_offload=True)
                 self._clock.wait(name, whole.ready_s)
+                self._note_wait(spec)
 
     # -- what the engine issues ---------------------------------------------------------------------------------------
 
@@ -73,12 +75,23 @@ class Passes:
             if kind == "reduce":
                 self.landing.reduce(spec)
             elif kind == "release":
+                self._note_wait(spec)
                 for storage in self._whole.pop(unit).storages:
                     self._storages.drop(storage)
             # The time of a gather's event is that of its issue.
             self._clock.tick(event_of(spec, 0, phase, kind, steady.record))
             if kind == "gather":
                 self._gather(spec)
+            elif kind == "reduce" and self._job.wire.is_in_place:
+                self.landing.finish()
+
+    def _note_wait(self, spec: UnitSpec) -> None:
+        """Note the first wait for a unit since its gather."""
+        whole = self._whole[spec.number]
+        for bucket in spec.buckets if not whole.is_awaited else ():
+            if bucket.is_gathered:
+                self._clock.note("wait", bucket.unit)
+        whole.is_awaited = True
 
     def _gather(self, spec: UnitSpec) -> None:
         # What is read in place takes no memory of this rank.

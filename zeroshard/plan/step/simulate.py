@@ -119,7 +119,7 @@ class _Rank:
         start_s, offload_s = clock.now_s, clock.offload_s
         if is_first:
             self._make_states()
-        update(job, clock, self.storages, self.elsewhere)
+        update(job, clock, self.storages, self.elsewhere, self._passes.landing.used)
         self._passes.landing.end_step()
         phases.append(Phase("update", start_s, clock.now_s))
         update_s = clock.now_s - start_s - (clock.offload_s - offload_s)

@@ -4,7 +4,9 @@ Owns their order. It must not know how pieces of whole matrices follow one anoth
 do (`elsewhere.py`). Needs no torch.
 """
 
+from collections.abc import Collection
 from functools import partial
+from operator import attrgetter
 
 from zeroshard.plan.machine.hardware import Cost
 from zeroshard.plan.step.clock import Clock
@@ -13,16 +15,20 @@ from zeroshard.plan.step.rank_job import Job
 from zeroshard.plan.step.storages import Storages
 from zeroshard.plan.step.turns import play
 from zeroshard.table.schedule import Record
-from zeroshard.table.spec import itemsize
+from zeroshard.table.spec import UnitSpec, itemsize
 from zeroshard.table.step import update_actions
 from zeroshard.table.trace import Event, event_of
 
 __all__ = ["update"]
 
 
-def update(job: Job, clock: Clock, storages: Storages, elsewhere: Elsewhere) -> None:
-    """Update all parameters, and gather those that ranks keep whole."""
-    start_s, sums = clock.now_s, job.sums
+def update(job: Job, clock: Clock, storages: Storages, elsewhere: Elsewhere, used: Collection[int]) -> None:
+    """Update all parameters, and gather those that ranks keep whole.
+
+    Args:
+        used: the numbers of the buckets with gradients.
+    """
+    start_s, sums, clock.phase = clock.now_s, job.sums, "step"
     columns = sums.wide_bytes, sums.wide_apart_bytes, sums.moved_bytes, sums.turns
     for wide_bytes, wide_apart_bytes, moved_bytes, turns in zip(*columns, strict=True):
         wide = storages.make(wide_bytes, "transient", "", "masters in fp32")
@@ -33,16 +39,27 @@ def update(job: Job, clock: Clock, storages: Storages, elsewhere: Elsewhere) -> 
         storages.drop(wide)
     elsewhere.update(start_s)
     optimizers = [one.buckets for one in job.updates]
-    updated = frozenset[int]().union(*optimizers)
+    updated, buckets = frozenset[int]().union(*optimizers), {b.number: b for unit in job.units for b in unit.buckets}
+    pending = list[tuple[UnitSpec, float]]()
     for kind, number in update_actions(job.units, optimizers):
+        if kind == "update":
+            if number in used:
+                start, stop = (bucket := buckets[number]).states
+                clock.note(kind, bucket.unit, (stop - start) * itemsize(bucket.formats.master))
+            continue
         if kind == "step":
+            for unit, until_s in pending:
+                clock.wait(unit.name, until_s)
+                for _ in filter(attrgetter("is_published"), unit.buckets):
+                    clock.note("wait", unit.name)
+            pending.clear()
             clock.tick(Event(0, "step", "step", "", 0))
             continue
         unit = job.units[number].updated(updated)
         nbytes = sum(b.layout.full_numel * itemsize(b.formats.param) for b in unit.buckets if b.is_published)
         clock.tick(event_of(unit, 0, "step", kind, Record()))
         clock.free_s["gather"] = max(clock.free_s["gather"], clock.now_s)
-        clock.wait(unit.name, clock.collect("gather", unit.name, [("gather", nbytes, "shard")]))
+        pending.append((unit, clock.collect("gather", unit.name, [("gather", nbytes, "shard")])))
 
 
 def _update_slices(job: Job, clock: Clock, storages: Storages, moved_bytes: int) -> None:
