@@ -90,8 +90,8 @@ class Engine(Ending):
         has_far = any(not bucket.spec.row.states.is_on_device for unit in units for bucket in unit.buckets)
         self.guard = guard_of(comm, updates_on_host=has_far)
         self.norms_of_places: NormsOfPlaces = lambda norms, *_: norms
-        self.check_forward: Callable[[], None] = lambda: None
-        """Called before each forward."""
+        self.check_forward: Callable[[str, Any], None] = lambda name, inputs: None
+        """Called before each forward, with the name of a method that is not the model's forward, and the inputs."""
         self.unread: Callable[[], None] | None = None
         """Reads whether the last update was skipped, and acts on it; None if the host knows."""
         self._await_update: Callable[[], None] = lambda: None
@@ -189,7 +189,7 @@ class Engine(Ending):
             return
         is_recompute, has_grad = graph_task() != -1, torch.is_grad_enabled()
         if not self._running() and not is_recompute:
-            self.check_forward()
+            self.check_forward(name, inputs)
             self.lane.begin(f"the forward of {type(module).__name__}")
             # When gathered, units wait for their own part of an update in the background.
             self._read_answer()

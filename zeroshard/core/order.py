@@ -50,8 +50,8 @@ __all__ = ["Order"]
 
 CALM_PASSES = 3
 """Number of passes that must follow their record before a rank is expected to follow it."""
-EARLY = -2
-"""Payload of a step: a norm or similar was computed before ranks had agreed on the gradients."""
+FAULT = -2
+"""Payload of a step that must not be made: a rank knows that its gradients, or a norm of them, are wrong."""
 
 
 class Order:
@@ -251,7 +251,7 @@ class Order:
             pass_.has_asked = True
             if pass_.relied_on:
                 kind, unit = pass_.meaning_of(told.request)
-                self.votes.early = f"{pass_.relied_on} before the {kind} of {self._units[unit]} in {pass_}"
+                self.votes.note_early(f"{pass_.relied_on} before the {kind} of {self._units[unit]} in {pass_}")
             self._serve(told.request)
         for unit in self._left_over(pass_):
             self._ask("reduce", unit, False)
@@ -349,7 +349,7 @@ class Order:
             unit.note_changes()
 
         def payload() -> int:
-            return EARLY if self.votes.early else checksum_of(self._changes) if is_fine() else -1
+            return FAULT if self.votes.fault else checksum_of(self._changes) if is_fine() else -1
 
         told = self.votes.meet(place + detail, payload())
         if self._has_made_rounds:
@@ -358,8 +358,8 @@ class Order:
         self._has_made_rounds = False
         # Each place of a pipe has changes of its own.
         least = self.votes.span(place, min(told.least, 0))
-        if least == EARLY:
-            self.votes.raise_early(place)
+        if least == FAULT:
+            self.votes.raise_fault(place)
         self.buffers.settle()
         if least == 0:
             self._keep_changes(told.least, told.greatest, place)

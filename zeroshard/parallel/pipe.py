@@ -105,10 +105,10 @@ def norms_over(engine: Engine, elsewhere: Collection[str]) -> NormsOfPlaces:
     return over
 
 
-def stage_check(mesh: Mesh) -> Callable[[], None]:
+def stage_check(mesh: Mesh) -> Callable[[str, object], None]:
     """Return a function that raises if torch's PipelineStage is running, for a mesh without an axis "pipe"."""
 
-    def check() -> None:
+    def check(name: str, inputs: object) -> None:
         if STAGES not in sys.modules:
             return
         frame = sys._getframe()
