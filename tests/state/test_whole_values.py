@@ -227,7 +227,7 @@ def save_pretrained(folder: str) -> Tensor:
         return model(input_ids=ids).logits
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 def test_save_pretrained_and_an_export_have_whole_weights(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     from transformers import AutoModelForCausalLM

@@ -114,9 +114,9 @@ class Alike:
         if any(values_of(one) is Values.NEVER for one in named.values()):
             return
         shapes = tuple((key, tuple(one.shape), one.dtype) for key, one in named.items() if one.layout is torch.strided)
-        if (key := (model.training, shapes)) in self._known:
+        if (model.training, shapes) in self._known:
             return
-        self._known.add(key)
+        self._known.add((model.training, shapes))
         state = self._streams.generator.get_state()
         sums = [_checksum(named[key]) for key, *_ in shapes]
         told = "\n".join(f"{key} {tuple(shape)} {dtype}" for key, shape, dtype in shapes)
@@ -129,10 +129,10 @@ class Alike:
             _tell(engine, f"{of} got inputs of other shapes along the axis 'tensor': {at}\n{there}\n{BATCH}")
         elif _first_other(rows[1]) is not None:
             columns = self._gather(engine, sums)
-            index, other = next((i, at) for i, one in enumerate(columns) if (at := _first_other(one)) is not None)
-            key, shape, dtype = shapes[index]
-            who = f"{self._place(engine, other)} than on {self._place(engine, 0)}"
-            text = f"Argument '{key}' {shape} {dtype} of {of} has other values on {who}. {BATCH}"
+            index, place = next((i, p) for i, one in enumerate(columns) if (p := _first_other(one)) is not None)
+            argument, shape, dtype = shapes[index]
+            who = f"{self._place(engine, place)} than on {self._place(engine, 0)}"
+            text = f"Argument '{argument}' {shape} {dtype} of {of} has other values on {who}. {BATCH}"
             _tell(engine, text, goes_on=torch.is_grad_enabled())
         elif (other := _first_other(rows[2])) is not None:
             who = f"{self._place(engine, 0)} and {self._place(engine, other)}"

@@ -98,7 +98,8 @@ def _plain_parameters(model: nn.Module) -> Iterator[_Whole]:
     """Put plain parameters in the places of split ones, one object for each that several modules share."""
     made: dict[int, nn.Parameter] = {}
     for module in model.modules():
-        for key, parameter in list(module._parameters.items()):
+        named: list[tuple[str, Any]] = list(module._parameters.items())
+        for key, parameter in named:
             if isinstance(parameter, DTensor):
                 if id(parameter) not in made:
                     made[id(parameter)] = nn.Parameter(_whole(parameter), parameter.requires_grad)
@@ -109,8 +110,7 @@ def _plain_parameters(model: nn.Module) -> Iterator[_Whole]:
 
 def _plain_states(states: Sequence[tuple[Tensor, dict[Any, Any]]]) -> Iterator[_Whole]:
     """Put plain tensors in the places of split states, in the same order on all ranks."""
-    for parameter, state in sorted(states, key=lambda one: slot_of(one[0]).name):
-        assert isinstance(parameter, Tensor)
+    for _, state in sorted(states, key=lambda one: slot_of(one[0]).name):
         for key, value in sorted(state.items(), key=lambda one: repr(one[0])):
             if isinstance(value, DTensor):
                 state[key] = plain = _whole(value)
@@ -119,7 +119,7 @@ def _plain_states(states: Sequence[tuple[Tensor, dict[Any, Any]]]) -> Iterator[_
 
 def _whole(tensor: DTensor) -> Tensor:
     """Return the whole of a DTensor in memory of its own. Collective: all-gather along "tensor"."""
-    whole: Tensor = tensor.detach().full_tensor()
+    whole: Tensor = tensor.full_tensor()
     return whole.clone() if all(one.is_replicate() for one in tensor.placements) else whole
 
 
