@@ -93,7 +93,7 @@ class Alike:
         self._engine, self._model = weakref.ref(engine), weakref.ref(model)  # both have this object
         self._streams, self._compares = streams, compares
         self._known, self._count = set[Any](), 0
-        self._apart: tuple[str, Tensor] | None = None
+        self._unlike: tuple[str, Tensor] | None = None
         """In a forward where random streams differ: how, and the state of the generator before."""
 
     def check(self, name: str, inputs: tuple[Any, Mapping[str, Any]]) -> None:
@@ -136,21 +136,21 @@ class Alike:
             _tell(engine, text, goes_on=torch.is_grad_enabled())
         elif (other := _first_other(rows[2])) is not None:
             who = f"{self._place(engine, 0)} and {self._place(engine, other)}"
-            self._apart = f"{of} draws random numbers, but {who} have different random streams. {SEED}", state
+            self._unlike = f"{of} draws random numbers, but {who} have different random streams. {SEED}", state
 
     def finish(self, *, has_raised: bool) -> None:
         """End a forward: random numbers were drawn, from streams that differ, if the generator is in another state."""
-        engine, (apart, self._apart) = self._engine(), (self._apart, None)
-        if engine is None or apart is None or has_raised:
+        engine, (unlike, self._unlike) = self._engine(), (self._unlike, None)
+        if engine is None or unlike is None or has_raised:
             return
-        if not torch.equal(apart[1], self._streams.generator.get_state()):
-            _tell(engine, apart[0], goes_on=torch.is_grad_enabled())
+        if not torch.equal(unlike[1], self._streams.generator.get_state()):
+            _tell(engine, unlike[0], goes_on=torch.is_grad_enabled())
 
     def _gather(self, engine: Engine, numbers: list[int]) -> list[list[int]]:
         """Return, for each number, that of each rank along "tensor". Collective: all-gather along "tensor"."""
         mesh = engine.mesh
         rows = torch.zeros(len(mesh.tensor_ranks), len(numbers), dtype=torch.int64, device=mesh.device)
-        rows[mesh.tensor_ranks.index(mesh.rank)] = torch.tensor(numbers, dtype=torch.int64)
+        rows[mesh.tensor_ranks.index(mesh.rank)] = torch.tensor(numbers, dtype=torch.int64, device=mesh.device)
         self._count += 1
         # Other exchanges along the axis use the buckets from 0 on.
         engine.comm.gather(rows.view(-1), Tag(self._count, Tag.BUCKETS - 1, WHAT), "agree", "tensor").wait()
