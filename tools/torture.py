@@ -2,6 +2,7 @@
 
     python -m tools.torture --kills 300
     python -m tools.torture --minutes 60 --seed 7
+    python -m tools.torture --kills 200 --ranks 2 4 --tensor 2
 
 Each start trains, saves after every step and goes on from the newest checkpoint; in half of the jobs ranks take
 different paths through the model, and in two of three states and parameters are offloaded. One rank, or all, kill
@@ -42,6 +43,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1, help="chooses when and whom")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 3], help="rank counts to choose from")
     parser.add_argument("--stages", type=int, nargs="+", default=[0, 1, 2, 3], help="stages to choose from")
+    parser.add_argument("--tensor", type=int, nargs="+", default=[1], help="sizes of the axis to choose from")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="jobs at a time; one for each core")
     parser.add_argument("--promised", type=float, default=PROMISED_S, help="seconds in which survivors end")
     parser.add_argument("--output", type=Path, help="a file for the counts, as JSON")
@@ -102,9 +104,8 @@ def run_part(arguments: argparse.Namespace, folder: Path, part: tuple[int, int],
 
     own = folder / f"part-{number + 1}"
     own.mkdir()
-    return Torture(
-        own, arguments.seed, arguments.ranks, arguments.stages, part=part, promised_s=arguments.promised
-    ).run(is_enough)
+    options = {"part": part, "promised_s": arguments.promised, "tensors": arguments.tensor}
+    return Torture(own, arguments.seed, arguments.ranks, arguments.stages, **options).run(is_enough)
 
 
 def end_with_parent() -> None:

@@ -22,6 +22,7 @@ __all__ = [
     "count",
     "current",
     "free_bytes",
+    "generator_of",
     "identity",
     "is_capturing",
     "lane",
@@ -49,6 +50,11 @@ def count() -> int:
 def current() -> int:
     """Return the index of the current CUDA device; 0 by default."""
     return torch.cuda.current_device()
+
+
+def generator_of(device: torch.device) -> torch.Generator:
+    """Return the generator from which operations on a device draw random numbers by default."""
+    return torch.default_generator if device.type == "cpu" else torch.cuda.default_generators[device.index or 0]
 
 
 def use(device: torch.device) -> None:

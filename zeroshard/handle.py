@@ -41,7 +41,8 @@ from zeroshard.describe.treatments import ActivationsLike
 from zeroshard.join.start import accepted_by_all, everybody_at, told_to_others
 from zeroshard.optim.admission import check_optimizers
 from zeroshard.optim.keeps import kept_by
-from zeroshard.parallel.pipe import caller_check, check_places, norms_over, set_parts_apart
+from zeroshard.parallel.alike import watch_axis
+from zeroshard.parallel.pipe import check_callers, check_places, norms_over, set_parts_apart
 from zeroshard.parallel.standins import StandIns
 from zeroshard.report.profile import Profile
 from zeroshard.setup.automatic import free_bytes
@@ -253,7 +254,7 @@ def shard_over(asked: Request, joined: Mesh, make_comm: MakeComm) -> "Zero":
     if pipe is not None:
         engine.norms_of_places = norms_over(engine, elsewhere)
     if domain.launched > 1:
-        engine.check_caller = caller_check(described.mesh)
+        check_callers(engine)
     engine.order.buffers = follow_buffers(described, comm, engine.order.votes)
     zero = Zero(engine, described, dtypes, stores)
     hooks = wire(
@@ -267,6 +268,8 @@ def shard_over(asked: Request, joined: Mesh, make_comm: MakeComm) -> "Zero":
     )
     if pipe is not None:
         set_parts_apart(engine, described)
+    if len(described.mesh.tensor_ranks) > 1:
+        watch_axis(engine, described.model, settings)
     recompute_units(cell, plans, hooks, engine.saved, ledger, engine.guard.suspect, engine.undo.put)
     warn_if_whole(described.mesh, engine.units, described.plans)
     return zero
@@ -430,16 +433,21 @@ class Zero:
         if self._engine.comm.watchdog is not None and len(self._sharded) == 1:
             self._engine.undo.keep(optimizer.register_step_post_hook(self._engine.comm.watchdog.count_step))
 
-    def gathered(self, *, writeback: bool = False, states: bool = False) -> AbstractContextManager[None]:
+    def gathered(
+        self, *, writeback: bool = False, states: bool = False, whole: bool = False
+    ) -> AbstractContextManager[None]:
         """Gather all parameters as full, plain tensors inside the context; passes inside it do not communicate.
 
         Parameters that torch split over an axis "tensor" are DTensors inside the context, and passes still communicate
-        along that axis.
+        along that axis. With `whole`, their modules have plain parameters of the whole shape instead, as
+        `torch.save(model.state_dict(), path)` and `save_pretrained` need them, and forwards are refused.
 
         Args:
             writeback: on exit, broadcast parameters and buffers (and states) of rank 0 to all ranks. Without it, a
                 change in place is an error. After an exception inside the context, nothing is written back.
             states: also gather optimizer states, for `state_dict` and `load_state_dict` of the optimizers.
+            whole: also gather what is split over an axis "tensor": every rank has the whole model in memory. Without
+                such an axis, values are whole anyway.
 
         Raises:
             RuntimeError: called inside another `gathered()` or a pass, or parameters changed without `writeback`.
@@ -447,9 +455,15 @@ class Zero:
         Collective: all-gather of all parameters (and states) on entry, broadcast on exit with `writeback`; every rank
             must enter. Generation inside the context may differ in length between ranks.
         """
-        return gathered(self._engine, self._model, self._sharded, writeback=writeback, states=states)
+        outer = gathered(self._engine, self._model, self._sharded, writeback=writeback, states=states)
+        if not whole or len(self.mesh.tensor_ranks) == 1:
+            return outer
+        from zeroshard.parallel.whole import with_whole_values  # imports DTensor
 
-    def on_first_rank(self, when: bool = True, *, states: bool = False) -> Iterator[None]:
+        engine, model = self._engine, self._model
+        return with_whole_values(outer, engine, model, self.optimizers, writeback=writeback, states=states)
+
+    def on_first_rank(self, when: bool = True, *, states: bool = False, whole: bool = False) -> Iterator[None]:
         """Run the body of a `for` loop once, on rank 0 only, with full parameters: for evaluation or saving.
 
         The other ranks wait at the end of the loop until rank 0 finishes. Replace `if rank == 0:` of a
@@ -459,6 +473,7 @@ class Zero:
         Args:
             when: False skips the body on all ranks without communication; equal on every rank.
             states: also gather optimizer states, as in `gathered()`.
+            whole: also gather what is split over an axis "tensor", as in `gathered()`.
 
         Raises:
             RuntimeError: called inside `gathered()` or a pass, or the body changed a parameter.
@@ -477,7 +492,7 @@ class Zero:
         """
         if not when:
             return
-        with self.gathered(states=states):
+        with self.gathered(states=states, whole=whole):
             if self.mesh.rank == 0:
                 yield
 
@@ -739,13 +754,14 @@ class Zero:
     def check_copies(self) -> None:
         """Compare the replicated parameters and states of all ranks, to detect silent data corruption.
 
-        The cost is one read of the replicated values; fully sharded state has none. Call it every few hundred steps.
+        Ranks along an axis "tensor" also compare buffers, and what they hold alike of sharded state. The cost is one
+        read of the replicated values; fully sharded state has none. Call it every few hundred steps.
 
         Raises:
             RankMismatchError: on every rank, with the first parameter or state that differs.
             RuntimeError: called inside a pass.
 
-        Collective: all-gathers of 16 bytes, if any state is replicated; every rank must call.
+        Collective: an all-gather of at most 40 bytes, if any state is replicated; every rank must call.
 
         ```python
         import torch, zeroshard as zs
@@ -755,7 +771,7 @@ class Zero:
         zero.check_copies()
         ```
         """
-        check_copies(self._engine, self._sharded)
+        check_copies(self._engine, self._model, self._sharded)
 
     def agree(self, value: bool, what: str = "") -> bool:
         """Return whether `value` is true on all ranks, for decisions that depend on local data, clocks or signals.

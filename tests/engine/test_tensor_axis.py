@@ -21,6 +21,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import zeroshard as zs
 from tests import oracle
+from tests.engine.test_precision_by_module import ByModule
 from tests.oracle import STAGES, TIMEOUT_S, WATCHDOG_S, Casts, assert_same, randn, run_cases, single_run
 from tests.rotation import third
 from zeroshard.testing import RankFailure, run_ranks
@@ -240,9 +241,9 @@ def build_sequenced() -> Sequenced:
     return Sequenced()
 
 
-def shard_by_sgd(model: nn.Module, mesh: Any, stage: int) -> zs.Zero:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return zs.shard(model, optimizer, stage=stage, mesh=mesh, settings=zs.Settings(watchdog_s=WATCHDOG_S))
+def shard_by_sgd(model: nn.Module, mesh: Any, stage: int, **options: Any) -> zs.Zero:
+    optimizer, settings = torch.optim.SGD(model.parameters(), lr=0.1), zs.Settings(watchdog_s=WATCHDOG_S, **options)
+    return zs.shard(model, optimizer, stage=stage, mesh=mesh, settings=settings)
 
 
 def pending_sums(stage: int) -> dict[str, Tensor]:
@@ -257,7 +258,7 @@ def pending_sums(stage: int) -> dict[str, Tensor]:
     parallelize_module(model, mesh["tensor"], plan)
     arrived = []
     model.norm.weight.register_hook(lambda grad: arrived.append(grad.placements))
-    shard_by_sgd(model, mesh, stage)
+    shard_by_sgd(model, mesh, stage, compare_inputs=False)
     x = randn(2, 6, WIDTH, key=(mesh.get_local_rank("shard"),))
     model(x.chunk(2, dim=1)[mesh.get_local_rank("tensor")]).square().mean().backward()
     assert arrived == [(Partial(),)]
@@ -676,6 +677,81 @@ def plain_values(stage: int) -> None:
 
 def test_plain_values_for_a_split_parameter_are_refused() -> None:
     run_ranks(plain_values, WORLD, 2, timeout_s=TIMEOUT_S)
+
+
+# -- parameters with rules of their own ------------------------------------------------------------------------------
+
+IGNORED = ("blocks.0.up.*", "head.*")
+"""A split layer, and one that each rank has whole."""
+
+
+def with_ignored(stage: int) -> dict[str, Tensor]:
+    """Train with parameters that each rank updates itself; all ranks have the same data, so they stay alike."""
+    model, mesh = parallel()
+    own = [p for name, p in model.named_parameters() if name.startswith(("blocks.0.up.", "head."))]
+    ids = set(map(id, own))
+    optimizer = torch.optim.SGD([p for p in model.parameters() if id(p) not in ids], lr=0.05, momentum=0.9)
+    zero = zs.shard(
+        model, optimizer, stage=stage, mesh=mesh, ignored=IGNORED, settings=zs.Settings(watchdog_s=WATCHDOG_S)
+    )
+    other = torch.optim.SGD(own, lr=0.05, momentum=0.9)
+    for step in range(3):
+        loss_of(model, step, 0).backward()
+        for one in (optimizer, other):
+            one.step()
+            one.zero_grad()
+    zero.check_copies()
+    with zero.gathered():
+        return {name: whole(p) for name, p in model.named_parameters()}
+
+
+def test_ignored_parameters_of_split_models_are_each_ranks_own() -> None:
+    model = build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    for step in range(3):
+        loss_of(model, step, 0).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    expected = {name: p.detach() for name, p in model.named_parameters()}
+    for by_rank in run_cases(with_ignored, WORLD, third([(3,), (0,), (2,)]), timeout_s=3 * TIMEOUT_S).values():
+        for actual in by_rank:
+            assert_same(expected, actual, relative=1e-6)
+
+
+BY_MODULE = {"": "bf16", nn.LayerNorm: "fp32", "blocks.1.down": "fp32", "blocks.0.q": "fp32"}
+OWN = tuple((f"blocks.{n}.{name}", torch.float32, torch.bfloat16) for n in range(BLOCKS) for name in ("norm", "norm2"))
+SPLIT_OWN = tuple((name, torch.float32, torch.bfloat16) for name in ("blocks.1.down", "blocks.0.q"))
+
+
+def by_module(stage: int) -> tuple[list[float], dict[str, torch.dtype], dict[str, Tensor]]:
+    """Train with split layers that have a precision of their own."""
+    model, mesh = parallel()
+    optimizer = CASES["bf16"].optimizer(list(model.parameters()))
+    zero = zs.shard(
+        model, optimizer, stage=stage, precision=BY_MODULE, mesh=mesh, settings=zs.Settings(watchdog_s=WATCHDOG_S)
+    )
+    losses = []
+    for step in range(STEPS):
+        loss = loss_of(model, step, mesh.get_local_rank("shard"))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    with zero.gathered():
+        dtypes = {name: p.dtype for name, p in model.named_parameters()}
+        return losses, dtypes, {name: whole(p) for name, p in model.named_parameters()}
+
+
+def test_split_modules_may_have_a_precision_of_their_own() -> None:
+    casts = ByModule(torch.bfloat16, own=(*OWN, *SPLIT_OWN))
+    case = oracle.Case(build=build, loss=loss_of, optimizer=lambda m: CASES["bf16"].optimizer(list(m.parameters())))
+    found = single_run(dataclasses.replace(case, steps=STEPS), 2, casts)
+    for by_rank in run_cases(by_module, WORLD, third([(3,), (0,), (1,)]), timeout_s=3 * TIMEOUT_S).values():
+        for rank, (losses, dtypes, parameters) in enumerate(by_rank):
+            assert dtypes == {name: p.dtype for name, p in found["parameters"].items()}
+            assert dtypes["blocks.1.down.weight"] is dtypes["blocks.0.q.bias"] is torch.float32
+            assert losses == pytest.approx(found["losses"][rank // 2], rel=2**-6)
+            assert_same(found["parameters"], parameters, relative=2**-6)
 
 
 # -- what does not fit -----------------------------------------------------------------------------------------------

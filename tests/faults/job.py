@@ -121,13 +121,26 @@ class Net(nn.Module):
         return self.head(x)
 
 
-def make(stage: int, **options: Any) -> tuple[Net, torch.optim.Optimizer, zs.Zero]:
-    """Return a sharded model with its optimizer; ranks draw different dropout masks."""
+def make(stage: int, tensor: int = 1, **options: Any) -> tuple[Net, torch.optim.Optimizer, zs.Zero]:
+    """Return a sharded model with its optimizer; ranks draw different dropout masks, but those along "tensor" do not.
+
+    Args:
+        tensor: number of ranks over which torch splits the blocks.
+    """
     seed(3)
     model = Net()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    if tensor > 1:
+        # The import takes half a second, in each rank.
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+        sizes = (dist.get_world_size() // tensor, tensor)
+        options["mesh"] = init_device_mesh("cpu", sizes, mesh_dim_names=("shard", "tensor"))
+        for block in model.blocks:
+            parallelize_module(block, options["mesh"]["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=tensor == 1)
     zero = zs.shard(model, optimizer, stage=stage, **settled({"watchdog_s": WATCHDOG_S} | options))
-    seed(4, zero.mesh.rank)
+    seed(4, zero.mesh.rank // tensor)
     return model, optimizer, zero
 
 
@@ -157,6 +170,7 @@ def train(
     asynchronous: bool = False,
     has_paths: bool = False,
     offload: str = "",
+    tensor: int = 1,
 ) -> list[float]:
     """Train to the end, or until the kill; return all losses. Runs on a rank, from the start of its process on."""
     root, rank = Path(folder), int(os.environ["RANK"])
@@ -166,7 +180,8 @@ def train(
     places.enter("join")
     zs.init(watchdog_s=WATCHDOG_S)
     places.enter("shard")
-    model, optimizer, zero = make(stage, offload=offload_of(root, stage, offload))
+    model, optimizer, zero = make(stage, tensor, offload=offload_of(root, stage, offload))
+    place = rank // tensor
     if zero.mesh.world_size > 1:
         places.watch(zero._engine.comm.links, "wait", "wait")
     places.enter("load")
@@ -175,7 +190,7 @@ def train(
     committed: list[str] = []
     for step in range(len(losses), steps):
         places.enter("forward")
-        loss = loss_of(model, step, rank, path_of(step, rank) if has_paths else range(3))
+        loss = loss_of(model, step, place, path_of(step, place) if has_paths else range(3))
         places.enter("backward")
         loss.backward()
         places.enter("update")

@@ -73,10 +73,12 @@ class Kind:
     asynchronous: bool
     has_paths: bool
     offload: str
+    tensor: int = 1
 
     def __str__(self) -> str:
         options = f"{'-asynchronous' if self.asynchronous else ''}{'-paths' if self.has_paths else ''}"
         options += f"-offload-{self.offload}" if self.offload else ""
+        options += f"-tensor-{self.tensor}" if self.tensor > 1 else ""
         return f"ranks-{self.world}-stage-{self.stage}{options}"
 
 
@@ -102,6 +104,7 @@ class Torture:
         stages: stages to choose from.
         paths: whether ranks take different paths, to choose from.
         offloads: memories of states and parameters to choose from, "" for the device's.
+        tensors: numbers of ranks over which torch splits layers, to choose from.
         part: which share of the kinds of jobs, and of how many: several processes divide them.
         promised_s: seconds in which the survivors of a kill must have ended by themselves; None to end them at once.
 
@@ -118,10 +121,12 @@ class Torture:
         part: tuple[int, int] = (0, 1),
         *,
         offloads: Sequence[str] = ("", "host", "files"),
+        tensors: Sequence[int] = (1,),
         promised_s: float | None = None,
     ) -> None:
         self.counts = Counts()
-        kinds = [Kind(*each) for each in itertools.product(worlds, stages, (False, True), paths, offloads)]
+        drawn = itertools.product(worlds, stages, (False, True), paths, offloads, tensors)
+        kinds = [kind for kind in (Kind(*each) for each in drawn) if kind.world % kind.tensor == 0]
         random.Random(key).shuffle(kinds)
         number, parts = part
         self._folder, self._draw = folder, random.Random(f"{key} {number}")
@@ -179,7 +184,7 @@ class Torture:
 
     def _start(self, folder: Path, kind: Kind, kill: Kill) -> list[float] | None:
         """Start the job, or go on with it; return rank 0's losses, None where it was killed."""
-        args = (str(folder), kind.stage, STEPS, kill, kind.asynchronous, kind.has_paths, kind.offload)
+        args = (str(folder), kind.stage, STEPS, kill, kind.asynchronous, kind.has_paths, kind.offload, kind.tensor)
         grace_s = GRACE_S if self._promised_s is None else self._promised_s
         try:
             # Ranks join by themselves, so that they can be killed while they do; those that wait for one that was

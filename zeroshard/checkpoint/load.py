@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from zeroshard.checkpoint import strict
-from zeroshard.checkpoint.cuts import Cut, cut_of
+from zeroshard.checkpoint.cuts import Cut, cut_of, ranks_here
 from zeroshard.checkpoint.described import MAX_STEPS, unpack
 from zeroshard.checkpoint.fields import shown
 from zeroshard.checkpoint.folders import FolderReader, is_tensor_folder
@@ -410,10 +410,9 @@ def _like(value: Any, before: Any) -> Any:
 
 def _check_generators(engine: Engine, reader: CheckpointReader) -> None:
     """Raise if the checkpoint's generators of this rank are invalid."""
-    rank = engine.mesh.across.rank
-    if rank >= reader.manifest.world_size:
-        return
     for name, state in read_generators(engine.mesh.device).items():
+        if (rank := _source(engine, name)) >= reader.manifest.world_size:
+            continue
         spec = reader.states.get(f"rng/{rank}/{name}")
         if spec is None and name == "cuda":
             continue
@@ -429,11 +428,17 @@ def _check_generators(engine: Engine, reader: CheckpointReader) -> None:
         ) from error
 
 
+def _source(engine: Engine, name: str) -> int:
+    """Return the rank of the checkpoint whose generator this rank takes: ranks along "tensor" share torch's stream."""
+    mesh = engine.mesh
+    return ranks_here(mesh)[mesh.tensor_ranks[0] if name in ("torch", "cuda") else mesh.rank]
+
+
 def _generators_of(engine: Engine, reader: CheckpointReader) -> dict[str, Tensor]:
-    """Read the generators of this rank."""
-    states = {}
-    for name in read_generators(engine.mesh.device):
-        full_name = f"rng/{engine.mesh.across.rank}/{name}"
+    """Read the generators of this rank; one that the checkpoint does not have keeps its state."""
+    states = read_generators(engine.mesh.device)
+    for name in states:
+        full_name = f"rng/{_source(engine, name)}/{name}"
         if (spec := reader.states.get(full_name)) is not None:
             states[name] = tensor_of(reader.read_state(full_name, 0, spec.numel), "U8")
     return states
@@ -444,5 +449,4 @@ def _restore(engine: Engine, content: Content) -> None:
     if scale is not None and content.loss_scale is not None:
         scale.value, scale._good_steps, scale.history = content.loss_scale
         scale.noted = []
-    if engine.mesh.across.rank < content.reader.manifest.world_size:
-        write_generators(_generators_of(engine, content.reader), engine.mesh.device)
+    write_generators(_generators_of(engine, content.reader), engine.mesh.device)

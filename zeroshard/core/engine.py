@@ -89,8 +89,10 @@ class Engine(Ending):
         has_far = any(not bucket.spec.row.states.is_on_device for unit in units for bucket in unit.buckets)
         self.guard = guard_of(comm, updates_on_host=has_far)
         self.norms_of_places: NormsOfPlaces = lambda norms, *_: norms
-        self.check_caller: Callable[[bool], None] = lambda is_forward: None
-        """Called before each forward and backward, and before gradients are assigned; see `parallel/pipe.py`."""
+        self.check_caller: Callable[[], None] = lambda: None
+        """Called before each backward, and before gradients are assigned; see `parallel/pipe.py`."""
+        self.check_forward: Callable[[str, Any], None] = lambda name, inputs: None
+        """Called before each forward, with the name of a method that is not the model's forward, and its inputs."""
         self.unread: Callable[[], None] | None = None
         """Reads whether the last update was skipped, and acts on it; None if the host knows."""
         self._await_update: Callable[[], None] = lambda: None
@@ -188,7 +190,7 @@ class Engine(Ending):
             return
         is_recompute, has_grad = graph_task() != -1, torch.is_grad_enabled()
         if not self._running() and not is_recompute:
-            self.check_caller(True)
+            self.check_forward(name, inputs)
             self.lane.begin(f"the forward of {type(module).__name__}")
             # When gathered, units wait for their own part of an update in the background.
             self._read_answer()
@@ -345,7 +347,7 @@ class Engine(Ending):
         if (self._task == (task := graph_task()) and self.order.current is not None) or self._is_in_forward:
             self.lane.check("a part of the backward")
             return
-        self.check_caller(False)
+        self.check_caller()
         self.lane.begin("the backward")
         if is_inside_reentrant_checkpoint():
             raise RuntimeError(
@@ -449,7 +451,7 @@ class Engine(Ending):
         if graph_task() != -1:  # checked inline: `zero_grad` calls this once per parameter
             self.check_outside_backward(what)
         if not is_forgotten:
-            self.check_caller(False)
+            self.check_caller()
         # An update in the background uses its gradients until it ends.
         (self._read_answer if is_forgotten else self.learn)()
         self.catch_up()

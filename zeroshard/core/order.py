@@ -50,8 +50,8 @@ __all__ = ["Order"]
 
 CALM_PASSES = 3
 """Number of passes that must follow their record before a rank is expected to follow it."""
-EARLY = -2
-"""Payload of a step: a norm or similar was computed before ranks had agreed on the gradients."""
+FAULT = -2
+"""Payload of a step that must not be made: a rank knows that its gradients, or a norm of them, are wrong."""
 
 
 class Order:
@@ -210,10 +210,9 @@ class Order:
             self.catch_up()
 
     def _left_over(self, pass_: Pass) -> Iterator[int]:
-        """Yield the units with unreduced gradients, last first, in the order of backward passes."""
-        for unit in reversed(pass_.numbers):
-            if pass_.scope is not Scope.RANK and self._units[unit].has_local:
-                yield unit
+        """Return the units with unreduced gradients, last first, in the order of backward passes."""
+        is_reduced = pass_.scope is not Scope.RANK
+        return (unit for unit in reversed(pass_.numbers) if is_reduced and self._units[unit].has_local)
 
     def _is_complete(self, pass_: Pass) -> bool:
         """Return whether a pass that follows its record leaves nothing for a rank to request."""
@@ -253,7 +252,7 @@ class Order:
             pass_.has_asked = True
             if pass_.relied_on:
                 kind, unit = pass_.meaning_of(told.request)
-                self.votes.early = f"{pass_.relied_on} before the {kind} of {self._units[unit]} in {pass_}"
+                self.votes.note_early(f"{pass_.relied_on} before the {kind} of {self._units[unit]} in {pass_}")
             self._serve(told.request)
         for unit in self._left_over(pass_):
             self._ask("reduce", unit, False)
@@ -352,7 +351,7 @@ class Order:
             unit.note_changes()
 
         def payload() -> int:
-            return EARLY if self.votes.early else checksum_of(self._changes) if is_fine() else -1
+            return FAULT if self.votes.fault else checksum_of(self._changes) if is_fine() else -1
 
         told = self.votes.meet(place + detail, payload())
         if self._has_made_rounds:
@@ -361,8 +360,8 @@ class Order:
         self._has_made_rounds = False
         # Each place of a pipe has changes of its own.
         least = self.votes.span(place, min(told.least, 0))
-        if least == EARLY:
-            self.votes.raise_early(place)
+        if least == FAULT:
+            self.votes.raise_fault(place)
         self.buffers.settle()
         if least == 0:
             self._keep_changes(told.least, told.greatest, place)

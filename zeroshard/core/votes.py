@@ -77,8 +77,8 @@ class Votes:
         self._is_reading = False
         # First: before any wait, also of all places, a rank reads what it has posted here.
         self._across = None if comm.across is comm else Votes(comm.across)
-        self.early = ""
-        """The result that this rank computed too early: a request followed."""
+        self.fault = ""
+        """Why the next step must not be made, as far as this rank knows."""
         catch_up = weakref.WeakMethod(self.read)
         for one in (comm, comm.across):
             one.call_before_waits(lambda: read() if (read := catch_up()) else None)
@@ -137,16 +137,19 @@ class Votes:
         vote = self._comm.post(_numbers(place, payload, request), what or place, Channel.ROUNDS)
         return self._told(vote.read(), what or place)
 
-    def raise_early(self, place: str) -> None:
-        """Raise because some ranks computed a result too early. Collective: every rank must call."""
-        early, self.early = self.early, ""
-        texts = self._comm.across.texts(early, "what was answered too early")
-        raise RankMismatchError(
-            f"{self._comm.mesh} At {place}: some ranks had answered {max(texts)} that other ranks requested, so their "
-            "result lacks its sum. Nothing was changed on any rank. Ranks that ran equal passes so far now differ: "
-            "drop this step's gradients with zero_grad() and continue. If ranks may differ in a backward, call "
-            "zero.agree(True) on every rank before clipping gradients."
+    def note_early(self, what: str) -> None:
+        """Record that this rank computed a result too early: a request followed."""
+        self.fault = (
+            f"some ranks had answered {what} that other ranks requested, so their result lacks its sum. Ranks that ran "
+            "equal passes so far now differ: drop this step's gradients with zero_grad() and continue. If ranks may "
+            "differ in a backward, call zero.agree(True) on every rank before clipping gradients."
         )
+
+    def raise_fault(self, place: str) -> None:
+        """Raise what some ranks know of the step at `place`. Collective: every rank must call."""
+        fault, self.fault = self.fault, ""
+        text = max(self._comm.across.texts(fault, "why the step must not be made"))
+        raise RankMismatchError(f"{self._comm.mesh} At {place}: {text} Nothing was changed on any rank.")
 
     def _told(self, numbers: list[int], what: str) -> Told:
         request, first, last, least, greatest = numbers

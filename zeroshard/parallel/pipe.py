@@ -10,6 +10,7 @@ import sys
 import weakref
 import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from types import FrameType
 from typing import Any, final
 
@@ -29,7 +30,7 @@ from zeroshard.tree import find
 from zeroshard.wire.comm import Comm
 from zeroshard.wire.mesh import Mesh
 
-__all__ = ["caller_check", "check_places", "norms_over", "set_parts_apart"]
+__all__ = ["check_callers", "check_places", "norms_over", "set_parts_apart"]
 
 STAGES = "torch.distributed.pipelining.stage"
 SCHEDULES = "torch.distributed.pipelining.schedules"
@@ -151,11 +152,16 @@ def set_parts_apart(engine: Engine, described: Described) -> None:
         engine.undo.keep(part.register_forward_hook(SetApart(engine, name, numbers), prepend=True))
 
 
-def caller_check(mesh: Mesh) -> Callable[[bool], None]:
-    """Return a function that raises where torch's pipelining calls it as the mesh or the engine cannot serve it.
+def check_callers(engine: Engine) -> None:
+    """Raise where torch's pipelining calls a model as its mesh or the engine cannot serve it.
 
     These are pipeline stages on a mesh without an axis "pipe", and split backwards.
     """
+    check = _caller_check(engine.mesh)
+    engine.check_caller, engine.check_forward = partial(check, False), lambda *_: check(True)
+
+
+def _caller_check(mesh: Mesh) -> Callable[[bool], None]:
     known = weakref.WeakSet[Any]()
     """Schedules that do not split backwards."""
     has_run = False

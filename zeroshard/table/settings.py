@@ -34,6 +34,8 @@ class Settings:
         buffers: what ranks do with the buffers that a forward with gradients changed, such as the statistics of batch
             norms: "rank 0" takes those of the first rank, as DistributedDataParallel does, "mean" their mean over the
             ranks (integers and bools are rank 0's), "own" leaves each rank its own.
+        compare_inputs: whether ranks along an axis "tensor" compare the model's inputs, which must be equal there, at
+            the first forward of each shape; False for a model whose inputs are meant to differ.
         device_bytes: bytes of device memory that `stage="auto"` and `offload="auto"` may use on each rank; None for all
             free memory, and on a CPU for a rank's part of host memory (`stage`) or any amount (`offload`).
 
@@ -53,4 +55,5 @@ class Settings:
     forward_methods: tuple[str, ...] = ()
     non_finite: Literal["raise", "skip"] = "raise"
     buffers: Literal["rank 0", "own", "mean"] = "rank 0"
+    compare_inputs: bool = True
     device_bytes: int | None = None

@@ -1,0 +1,156 @@
+"""Random numbers of a model that torch splits over the axis "tensor": which stream a layer draws from.
+
+Owns the switch of the device's default generator between two streams. It must not know transports or parameters.
+
+Note: streams
+    Activations that ranks along "tensor" have alike need equal random numbers on these ranks, such as dropout masks:
+    all draw from one stream, the state of the default generator, which user code must seed alike. Activations that are
+    split over the ranks need other numbers on each rank. So where the output of a split layer is split (between a
+    column-wise and a row-wise layer, or in a sequence-parallel region), the generator has a stream of the rank, until a
+    split layer has an output that is alike, or the model's forward ends. A rank's stream begins with a hash of the
+    common stream, the layer and the rank's place. Therefore checkpoints that hold the common stream hold all streams,
+    and a recomputation, which torch begins in the state of the forward, draws the numbers of the forward. A region that
+    drew no number leaves the common stream as it was.
+"""
+
+import hashlib
+from typing import Any, Final, final
+
+import torch
+from torch import nn
+
+from zeroshard.core.hooks import Eager
+from zeroshard.torch_private import graph_task, has_split
+from zeroshard.tree import find
+
+__all__ = ["Begin", "Follow", "Streams", "is_output_split"]
+
+Tensor = torch.Tensor
+
+MARK: Final = 0x5A5EED << 40
+"""What the seeds of the ranks' streams begin with; a generator tells the seed of its stream."""
+HASH_BYTES: Final = 5
+EDGE_BYTES: Final = 96
+"""Bytes at both ends of a generator's state: its seed, its position, and words that change when it wraps around."""
+
+
+@final
+class Streams:
+    """The streams of one rank: the common one, and its own.
+
+    Args:
+        generator: the default generator of the rank's device.
+        place: the rank's place along "tensor".
+        rank: the rank's name, for errors.
+    """
+
+    def __init__(self, generator: torch.Generator, place: int, rank: str) -> None:
+        self.generator, self._place, self._rank = generator, place, rank
+        self.is_open = False
+        """Whether the model's forward runs; outside, layers that user code calls by themselves switch nothing."""
+        self._common: dict[int, tuple[Tensor, Tensor]] = {}
+        """By the seed of a stream of the rank: the state of the common stream meanwhile, and its own first state."""
+
+    def begin(self) -> None:
+        """Begin a forward of the model with the common stream, also after an exception in the last forward."""
+        if _seed_of(self.generator.get_state()) in self._common:
+            self.leave("the last forward")
+        self._common.clear()
+        self.is_open = True
+
+    def end(self) -> None:
+        """End a forward of the model with the common stream."""
+        self.is_open = False
+        self.leave("the model")
+
+    def enter(self, number: int) -> None:
+        """Draw from a stream of the rank from here on, after the layer of this number."""
+        state = self.generator.get_state()
+        if _is_own(_seed_of(state)) or not (self.is_open or graph_task() != -1):
+            return
+        edges = torch.cat([state[:EDGE_BYTES], state[-EDGE_BYTES:]]).numpy().tobytes()
+        digest = hashlib.blake2b(edges, digest_size=HASH_BYTES, key=f"{number} {self._place}".encode()).digest()
+        seed = MARK | int.from_bytes(digest, "big")
+        self.generator.manual_seed(seed)
+        self._common[seed] = state, self.generator.get_state()
+
+    def leave(self, name: str) -> None:
+        """Draw from the common stream from here on, after the layer of this name.
+
+        Raises:
+            RuntimeError: a recomputation began where activations are split, and its stream is not known.
+        """
+        now = self.generator.get_state()
+        if not _is_own(seed := _seed_of(now)):
+            return
+        if seed not in self._common:
+            raise RuntimeError(
+                f"{self._rank} A recomputation that includes '{name}' began after the layer that splits its "
+                "activations over the axis 'tensor', so the random numbers that follow are not known. Let "
+                "torch.utils.checkpoint begin before the column-wise layer, for example with the whole block."
+            )
+        common, first = self._common.pop(seed)
+        self.generator.set_state(common)
+        if not torch.equal(now, first):
+            # Otherwise the next region would begin with the same stream.
+            torch.rand((), device=self.generator.device, generator=self.generator)
+
+
+def _seed_of(state: Tensor) -> int:
+    """Return the seed that a generator's state began with."""
+    return int(state[:8].view(torch.int64))
+
+
+def _is_own(seed: int) -> bool:
+    return seed >> (8 * HASH_BYTES) == MARK >> (8 * HASH_BYTES)
+
+
+@final
+class Begin(Eager):
+    """Before the model's forward."""
+
+    def __init__(self, streams: Streams) -> None:
+        super().__init__()
+        self._streams = streams
+
+    def _run(self, *args: Any) -> None:
+        self._streams.begin()
+
+
+@final
+class Follow(Eager):
+    """After a layer with parameters that torch splits, or replicates, over the axis: switches to the output's stream.
+
+    Args:
+        number: of the layer, equal on all ranks.
+    """
+
+    def __init__(self, streams: Streams, number: int, name: str) -> None:
+        super().__init__()
+        self._streams, self._number, self._name = streams, number, name
+
+    def _run(self, module: nn.Module, args: Any, output: Any) -> None:
+        is_split = is_output_split(module, args, output)
+        if is_split:
+            self._streams.enter(self._number)
+        elif is_split is not None:
+            self._streams.leave(self._name)
+
+
+def is_output_split(module: nn.Module, args: Any, output: Any) -> bool | None:
+    """Return whether ranks along the axis have different parts of a layer's output; None if it cannot be told.
+
+    A DTensor says so. A plain output is a part if it has fewer elements than the layer makes of its whole input.
+    """
+    outputs, inputs = find(output, Tensor), find(args, Tensor)
+    if not outputs or not inputs:
+        return None
+    out, given = outputs[0], inputs[0]
+    if has_split([type(out)]):
+        return not all(one.is_replicate() for one in out.placements)  # type: ignore[attr-defined]
+    if isinstance(width := getattr(module, "out_features", None), int):
+        return out.numel() < given.numel() // max(1, given.shape[-1]) * width
+    if isinstance(width := getattr(module, "embedding_dim", None), int):
+        return out.numel() < given.numel() * width
+    # The shape of a DTensor is that of the whole; such layers, as norms, change no shape.
+    return out.numel() < given.numel() if has_split([type(given)]) else None
