@@ -97,9 +97,8 @@ class Engine(Ending):
         """Reads whether the last update was skipped, and acts on it; None if the host knows."""
         self._await_update: Callable[[], None] = lambda: None
         """Waits for the update in the background."""
-        self._frames, self.flights = list[Frame](), Flights(units)
-        self._task, self._norms = -1, LocalNorms(())
-        self.copy = slice_of(mesh.along("shard", "tensor"))
+        self._frames, self.flights, self._task = list[Frame](), Flights(units), -1
+        self._norms, self.copy = LocalNorms(()), slice_of(mesh.along("shard", "tensor"))
         """The ranks whose parts form the full gradients."""
         buckets = [(unit.number, bucket) for unit in units for bucket in unit.buckets]
         self.saved = SavedTensors(buckets, self._need_in_backward, treatment, self._unit_under_way)
