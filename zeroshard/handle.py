@@ -257,15 +257,7 @@ def shard_over(asked: Request, joined: Mesh, make_comm: MakeComm) -> "Zero":
         check_callers(engine)
     engine.order.buffers = follow_buffers(described, comm, engine.order.votes)
     zero = Zero(engine, described, dtypes, stores)
-    hooks = wire(
-        engine,
-        described.model,
-        described.parts,
-        plans,
-        settings.forward_methods,
-        described.precision,
-        described.own_precision,
-    )
+    hooks = wire(engine, described)
     if pipe is not None:
         set_parts_apart(engine, described)
     if len(described.mesh.tensor_ranks) > 1:

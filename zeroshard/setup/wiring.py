@@ -10,7 +10,7 @@ Note: order
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, final
 
 import torch
@@ -22,34 +22,24 @@ from zeroshard.core.norms import IGNORED
 from zeroshard.core.parameter import ShardedParameter
 from zeroshard.core.slot import slot_of
 from zeroshard.describe.precision import Chosen, Precision
-from zeroshard.describe.units import UnitPlan
 from zeroshard.setup.additions import Additions
 from zeroshard.setup.autocast import RefuseUnapplied
 from zeroshard.setup.casts import CastIn, CastOut, Edge, EdgeIn, EdgeOut
 from zeroshard.setup.duplicate import copy_plain, owner_of
 from zeroshard.setup.graphs import RefuseGraphs
 from zeroshard.setup.heads import AddInPlace
+from zeroshard.setup.request import Described
 from zeroshard.torch_private import IGNORED_BY_DDP
 
 __all__ = ["wire"]
 
 
-def wire(
-    engine: Engine,
-    model: nn.Module,
-    parts: Mapping[nn.Module, str],
-    plans: Sequence[UnitPlan],
-    methods: Sequence[str],
-    precision: Precision,
-    chosen: Sequence[Chosen] = (),
-) -> dict[nn.Module, tuple[Enter, Exit]]:
+def wire(engine: Engine, described: Described) -> dict[nn.Module, tuple[Enter, Exit]]:
     """Register the hooks on every module whose forward needs gathered units, and on the model.
-
-    Args:
-        parts: the modules that user code calls, with their names: the model, or modules in it.
 
     Returns: the hooks of each module's forward.
     """
+    model, parts, plans = described.model, described.parts, described.plans
     entries: dict[nn.Module, tuple[str, tuple[int, ...]]] = {part: (name, ()) for part, name in parts.items()}
     for unit, plan in zip(engine.units, plans, strict=True):
         # Otherwise only the model needs an event; its entry checks and completes passes.
@@ -57,8 +47,8 @@ def wire(
             known = entries.get(module, ("", ()))[1]
             entries[module] = (parts.get(module, name), (*known, unit.number))
     called = [*parts, *(module for plan in plans for module in plan.entries)]
-    edge = _hang_casts(engine, model, called, precision, chosen)
-    return _hang(engine, model, parts, entries, _registered(model), methods, edge)
+    edge = _hang_casts(engine, model, called, described.precision, described.own_precision)
+    return _hang(engine, model, parts, entries, _registered(model), described.settings.forward_methods, edge)
 
 
 def _hang(
