@@ -119,7 +119,7 @@ def sent_bytes(zero: zs.Zero, kind: str) -> int:
     return zero.traffic().sent_bytes.get(kind, 0)
 
 
-def train(cases: list[Case], clip: float | None = None) -> list[dict[str, Any]]:
+def train(cases: list[Case], clips: bool = False) -> list[dict[str, Any]]:
     """Train by a schedule; tell losses, norms and bytes of each step, and the parameters at the end."""
     mesh, found = init_device_mesh("cpu", (PLACES, DATA), mesh_dim_names=("pipe", "shard")), []
     for kind, stage, shared, once, dynamic in cases:
@@ -134,8 +134,9 @@ def train(cases: list[Case], clip: float | None = None) -> list[dict[str, Any]]:
             before = {name: sent_bytes(zero, name) for name in each}
             losses.append(run_step(schedule, mesh, step, zero.mesh.rank))
             sent.append({name: sent_bytes(zero, name) - nbytes for name, nbytes in before.items()})
-            if clip is not None:
-                norms.append(nn.utils.clip_grad_norm_(model.parameters(), clip).item())
+            if clips:
+                half = zero.grad_norm().item() / 2
+                norms += [half, nn.utils.clip_grad_norm_(model.parameters(), half).item()]
             optimizer.step()
             optimizer.zero_grad()
         zero.detach()
@@ -144,11 +145,11 @@ def train(cases: list[Case], clip: float | None = None) -> list[dict[str, Any]]:
     return found
 
 
-def plain(clip: float | None = None) -> dict[str, Any]:
+def plain(clips: bool = False) -> dict[str, Any]:
     """Train the whole model in this process: sum over micro-batches, then over ranks in their order.
 
     Args:
-        clip: the factor of the norm of all gradients to which gradients are clipped; None for no clipping.
+        clips: whether gradients are clipped to half of their norm.
     """
     model = whole_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -166,8 +167,9 @@ def plain(clip: float | None = None) -> dict[str, Any]:
         for p, *grads in zip(model.parameters(), *by_rank, strict=True):
             p.grad = sum(grads[1:], grads[0]).mul_(1 / DATA).div_(MICRO)
         losses.append(rows)
-        if clip is not None:
-            norms.append(nn.utils.clip_grad_norm_(model.parameters(), clip).item())
+        if clips:
+            half = nn.utils.get_total_norm([p.grad for p in model.parameters()]).item() / 2
+            norms += [half, nn.utils.clip_grad_norm_(model.parameters(), half).item()]
         optimizer.step()
         optimizer.zero_grad()
     return {"losses": losses, "norms": norms, "parameters": {n: p.detach() for n, p in model.named_parameters()}}
@@ -197,12 +199,9 @@ def test_a_schedule_of_torch_has_the_bits_of_a_plain_loop(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_reductions_in_each_backward_and_clipping_are_those_of_one_process(kind: str) -> None:
-    free = plain(clip=1e9)
-    clip = max(free["norms"]) / 2
-    expected = plain(clip)
-    assert min(expected["norms"]) > clip  # each step is clipped
+    expected = plain(clips=True)
     cases = [(kind, stage, stage % 2 == 0, False, stage == 3) for stage in third(reversed(range(4)))]
-    for rank, found in enumerate(run_ranks(train, 4, cases, clip, timeout_s=TIMEOUT_S)):
+    for rank, found in enumerate(run_ranks(train, 4, cases, True, timeout_s=TIMEOUT_S)):
         for case, actual in zip(cases, found, strict=True):
             assert actual["norms"] == pytest.approx(expected["norms"], rel=1e-6), case
             if rank // DATA == PLACES - 1:
@@ -309,7 +308,7 @@ def without_the_axis(stage: int) -> list[str]:
 
 
 def test_a_stage_of_modules_inside_a_model_without_the_axis_is_refused() -> None:
-    for stage in (0, 3):
+    for stage in (0, 2):
         for found in run_ranks(without_the_axis, 2, stage, timeout_s=TIMEOUT_S):
             for text in found:
                 assert "torch's PipelineStage runs a model that zs.shard() took over without an axis 'pipe'" in text
