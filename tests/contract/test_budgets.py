@@ -27,7 +27,7 @@ ADDED = {
     "a backward after gathered() is refused": 16,
     "meshes that are a part of the launch, and the axis pipe": 139,
     "parts of a pipe, and their micro-batches in flight": 58,
-    "events of updates, copies, files, replicas and waits": 39,
+    "events of updates, copies, files, replicas and waits": 41,
     "what ranks along the axis tensor have alike": 18,
     "first values of split parameters": 20,
 }

@@ -25,8 +25,7 @@ from zeroshard.core.grads import FlatGradients, Gradients, Places
 from zeroshard.core.loose import LooseGradients
 from zeroshard.core.undo import Ending
 from zeroshard.store.ahead import Waitable
-from zeroshard.store.stored import is_stored
-from zeroshard.store.stores import Stores
+from zeroshard.store.stores import Stores, moves
 from zeroshard.table.spec import BucketSpec
 from zeroshard.table.trace import Ledger
 from zeroshard.torch_private import WeakStorage
@@ -215,10 +214,8 @@ class Bucket(Ending):
 
     def _tell_move(self, target: Tensor, source: Tensor) -> None:
         """Tell of values that change their memory."""
-        if is_stored(target) is not is_stored(source):
-            self.tell("read" if is_stored(source) else "write", target.nbytes)
-        if target.device != source.device:
-            self.tell("copy in" if source.device.type == "cpu" else "copy out", target.nbytes)
+        for kind in moves(target, source):
+            self.tell(kind, target.nbytes)
 
     def follow_part(self, start: int, values: Tensor) -> Tensor | None:
         """Round a piece of updated masters in a file, from element `start` on, into parameters.

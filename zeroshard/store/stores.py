@@ -26,7 +26,7 @@ from zeroshard.store.stored import StoredTensor, is_aligned, is_stored
 from zeroshard.table.cells import DEVICE, Cell, Place, Residency
 from zeroshard.table.trace import Ledger
 
-__all__ = ["DeviceStore", "FarStore", "FileStore", "HostStore", "Landing", "MEMORIES", "Store", "Stores"]
+__all__ = ["DeviceStore", "FarStore", "FileStore", "HostStore", "Landing", "MEMORIES", "Store", "Stores", "moves"]
 
 Tensor = torch.Tensor
 Form = tuple[tuple[int, ...], tuple[int, ...]]
@@ -42,6 +42,14 @@ class Buffer:
     def __init__(self, memory: Tensor) -> None:
         self.memory = memory
         self.copied: devices.Mark | None = None
+
+
+def moves(target: Tensor, source: Tensor) -> Iterator[str]:
+    """Yield the kinds of events of a copy from one memory to another; none within a memory."""
+    if is_stored(target) is not is_stored(source):
+        yield "read" if is_stored(source) else "write"
+    if target.device != source.device:
+        yield "copy in" if source.device.type == "cpu" else "copy out"
 
 
 class Store(ABC):

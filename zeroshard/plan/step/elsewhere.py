@@ -61,7 +61,7 @@ class Elsewhere:
             disk_s = self._disk_s(cell, nbytes)
             if not nbytes or (self._is_cpu and not disk_s):
                 continue
-            if cell.is_in_file:
+            if disk_s:
                 clock.note("read", bucket.unit, nbytes)
             lanes = clock.lanes_from(clock.now_s)
             copy_s = 0.0 if self._is_cpu else job.device.copy_s(nbytes)
@@ -120,10 +120,10 @@ class Elsewhere:
             what = f"parameters of {bucket.name}"
             if not self._is_cpu:
                 clock.note("copy out", bucket.unit, nbytes)
-            if bucket.row.parameters.is_in_file:
+            if written_s := self._disk_s(bucket.row.parameters, nbytes):
                 clock.note("write", bucket.unit, nbytes)
             lanes.now_s = lanes.run("out", 0.0 if self._is_cpu else device.copy_s(nbytes), what)
-            lanes.now_s = lanes.run("write", self._disk_s(bucket.row.parameters, nbytes), what)
+            lanes.now_s = lanes.run("write", written_s, what)
         began_s = lanes.now_s
         for unit in job.units:
             for bucket in filter(self._is_early, unit.buckets):
@@ -161,16 +161,16 @@ class Elsewhere:
         rounded_bytes = rounded * bucket.has_masters * (itemsize(sizes.master) + itemsize(sizes.param))
         kept = max((one.per_element for one in job.updates), default=0)
         is_moved = not (self._is_cpu or is_there or there)
-        step = piece_numel(bucket, kept) if cell.is_in_file else numel
+        disk_s = self._disk_s(cell, numel * (itemsize(sizes.master) + kept * itemsize(sizes.state)))
+        step = piece_numel(bucket, kept) if disk_s else numel
         for piece in (min(step, numel - start) for start in range(0, numel, max(1, step))):
-            updated = [itemsize(sizes.master), *[itemsize(sizes.state)] * kept] * cell.is_in_file
+            updated = [itemsize(sizes.master), *[itemsize(sizes.state)] * kept] * (disk_s > 0)
             for kind, moved in (("read", updated), ("write", [*updated, written_bytes(bucket)])):
                 for size in filter(None, moved):
                     self._clock.note(kind, bucket.unit, piece * size)
             self._clock.move(
                 "copy in", bucket.unit, piece * itemsize(sizes.param) * is_moved, "parameters from the host"
             )
-        disk_s = self._disk_s(cell, numel * (itemsize(sizes.master) + kept * itemsize(sizes.state)))
         return Work(
             bucket.name,
             job.device.host_s(job.sums.moved_apart_bytes.get(bucket.number, 0), sharing),
