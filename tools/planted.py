@@ -1016,7 +1016,7 @@ ROOMS = (
         "parameters that are ignored get new values",
         "values/materialize.py",
         "parameter.detach().copy_(values)",
-        "pass",
+        "None",
         "tests/engine/test_ignored.py::test_ignored_parameters_with_values_keep_them_where_others_have_none",
     ),
     Bug(

@@ -55,7 +55,7 @@ def plan_of(path: Path, names: list[str], world_size: int, extra: bytes = b"{}")
                 Spec("state", join_state(0, "exp_avg", name), "F32", SHAPE),
                 Spec("state", join_state(0, "exp_avg_sq", name), "F32", SHAPE),
             ):
-                items.append(Item(spec, values, (0, 40), slot))
+                items.append(Item(spec, values, (0, 40), slot, layouts=(layout,)))
     mesh = Mesh(0, world_size, 0, torch.device("cpu"))
     return Plan(path, 7, mesh, tuple(items), {}, extra, None)
 

@@ -34,8 +34,8 @@ def forgets(folder: str, stage: int, steps: int, kill: job.Kill, *options: Any) 
     """The job with a planted bug: what goes on draws other dropout masks."""
     original = job.make
 
-    def make(stage: int, **options: Any) -> Any:
-        made = original(stage, **options)
+    def make(stage: int, *given: Any, **options: Any) -> Any:
+        made = original(stage, *given, **options)
         load = made[2].load
         type(made[2]).load = lambda self, path: (load(path), job.seed(5))[0]
         return made

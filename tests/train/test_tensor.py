@@ -169,11 +169,8 @@ def _refusals(folder):
 
 def test_all_ranks_refuse_alike(tmp_path):
     first, second = run_ranks(_refusals, 2, str(tmp_path))
-    assert (
-        first
-        == second
-        == "run.tensor=2 does not divide the 1 heads (model.depth=1); give a multiple, or another run.tensor"
-    )
+    text = "run.tensor=2 does not divide the number of heads, 1 (model.depth=1); give a multiple of 2, or another"
+    assert first == second == f"{text} run.tensor"
 
 
 def test_plans_before_a_run_know_the_axis(monkeypatch, capsys, tmp_path):

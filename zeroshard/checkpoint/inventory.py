@@ -48,7 +48,7 @@ class Item:
         owner: a rank, as all places of a pipe count them.
         cut: the split of the tensor over the mesh's axis "tensor".
         layouts: of the parameter's bucket, on the ranks along "tensor" that write.
-        elsewhere: what `chunks` returns for a tensor that another place of a pipe writes.
+        by_others: what `chunks` returns for a tensor that another place of a pipe writes.
     """
 
     spec: Spec
@@ -58,7 +58,7 @@ class Item:
     owner: int = 0
     cut: Cut | None = None
     layouts: Sequence[Layout] = ()
-    elsewhere: tuple[tuple[int, int, int], ...] = ()
+    by_others: tuple[tuple[int, int, int], ...] = ()
 
     def chunks(self, writers: Sequence[Sequence[int]]) -> list[tuple[int, int, int]]:
         """Return who writes what: a rank and elements of the tensor, in the order of the elements.
@@ -67,8 +67,8 @@ class Item:
             writers: the ranks that write, by their places along "tensor" and along "shard".
         """
         if self.slot is None:
-            own = [(self.owner, 0, self.spec.numel)] if self.spec.numel and not self.elsewhere else []
-            return own + list(self.elsewhere)
+            own = [(self.owner, 0, self.spec.numel)] if self.spec.numel and not self.by_others else []
+            return own + list(self.by_others)
         found: list[tuple[int, int, int]] = []
         for shard in sorted({shard for layout in self.layouts for shard in _shards_of(layout, self.slot.index)}):
             ranges = self._ranges(self.slot, shard)

@@ -112,7 +112,7 @@ def join_plan(engine: Engine, plan: Plan, what: str) -> Plan:
         here, joined = _place_of(mesh), list[Item]()
         for spec, at, ranges in _joined(told, mesh):
             key = spec.kind, spec.name
-            joined.append(own[key] if at[0] == here else Item(spec, None, (0, 0), elsewhere=ranges))
+            joined.append(own[key] if at[0] == here else Item(spec, None, (0, 0), by_others=ranges))
             if len(at) > 1:
                 shared[key] = at
         _check_alike(told, mesh)
