@@ -1209,7 +1209,7 @@ ROOMS = (
         f"{_ALIKE}::test_masks_of_split_activations_differ_and_those_of_whole_ones_are_alike[False]",
     ),
     Bug(
-        "a stream of a rank goes on in whole activations",
+        "whole activations draw from the stream of a single rank",
         "parallel/streams.py",
         "        self.generator.set_state(common)",
         "        pass",

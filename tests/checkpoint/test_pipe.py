@@ -17,7 +17,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.optim import SGD, Adafactor, AdamW, Optimizer
 
@@ -33,6 +32,7 @@ from zeroshard.testing import RankFailure, run_ranks
 
 from .faulty import Failing, refuse
 from .test_faults import die
+from .test_split import full
 
 pytestmark = pytest.mark.timeout(400)
 TIMEOUT_S = 240
@@ -150,12 +150,6 @@ class Run:
                     for key, value in sorted(one.state.get(parameter, {}).items()):
                         found[f"{name}/{key}"] = full(value)
             return found
-
-
-def full(value: Any) -> Any:
-    if isinstance(value, DTensor):
-        return value.full_tensor().detach().clone()
-    return value.detach().clone() if isinstance(value, Tensor) else value
 
 
 # -- moves ------------------------------------------------------------------------------------------------------------

@@ -79,7 +79,7 @@ def reset(module: nn.Module) -> None:
 
 
 def scaled(module: nn.Module) -> None:
-    """Initialize a module in a way of one's own, some of it from above."""
+    """Initialize a module's own parameters by another rule than its class; a block scales a weight of its child."""
     if isinstance(module, nn.Linear):
         nn.init.normal_(module.weight, std=0.5)
         module.bias.data.uniform_(-1, 1)

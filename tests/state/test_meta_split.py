@@ -62,7 +62,7 @@ def split(model: Text, mesh: Any) -> None:
 
 
 def scaled(module: nn.Module) -> None:
-    """Initialize a module in a way of one's own, some of it from above."""
+    """Initialize a module's own parameters by another rule than its class; a block scales a weight of its child."""
     for name in ("weight", "bias"):
         if isinstance(one := getattr(module, name, None), Tensor):
             nn.init.normal_(one, std=0.5)

@@ -33,7 +33,7 @@ from zeroshard.table.settings import Settings
 from zeroshard.torch_private import has_split, local_of
 from zeroshard.wire.comm import Tag
 
-__all__ = ["watch_axis"]
+__all__ = ["checksum", "watch_axis"]
 
 Tensor = torch.Tensor
 
@@ -118,10 +118,10 @@ class Alike:
             return
         self._known.add((model.training, shapes))
         state = self._streams.generator.get_state()
-        sums = [_checksum(named[key]) for key, *_ in shapes]
+        sums = [checksum(named[key]) for key, *_ in shapes]
         told = "\n".join(f"{key} {tuple(shape)} {dtype}" for key, shape, dtype in shapes)
         said = f"in {'training' if model.training else 'evaluation'}, with inputs\n{told}"
-        rows = self._gather(engine, [zlib.crc32(said.encode()), zlib.crc32(repr(sums).encode()), _checksum(state)])
+        rows = self._gather(engine, [zlib.crc32(said.encode()), zlib.crc32(repr(sums).encode()), checksum(state)])
         of = f"{type(model).__name__}.forward()"
         if (other := _first_other(rows[0])) is not None:
             texts = self._texts(engine, said)
@@ -235,7 +235,7 @@ def _tensors(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
             yield from _tensors(getattr(value, field.name, None), f"{name}.{field.name}")
 
 
-def _checksum(tensor: Tensor) -> int:
+def checksum(tensor: Tensor) -> int:
     """Return a checksum of a tensor's values in their order; on a device, the host waits for them."""
     raw = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
     return zlib.crc32(raw.numpy().data)

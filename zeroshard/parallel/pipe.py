@@ -8,7 +8,6 @@ pipelining does and the engine cannot serve. It must not know the order of micro
 import re
 import sys
 import weakref
-import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from types import FrameType
@@ -22,6 +21,7 @@ from zeroshard.core.engine import Engine
 from zeroshard.core.hooks import Eager
 from zeroshard.core.slot import NormsOfPlaces, Slot, slot_of
 from zeroshard.join.start import accepted_by_all, texts_across_ranks
+from zeroshard.parallel.alike import checksum
 from zeroshard.setup.equal import check_equal, facts_of
 from zeroshard.setup.request import Described
 from zeroshard.table.errors import RankMismatchError
@@ -86,10 +86,7 @@ def _told(mesh: Mesh, mine: Mapping[str, str]) -> list[dict[str, str]]:
 
 
 def _checksum(parameter: nn.Parameter) -> str:
-    if parameter.is_meta:
-        return META
-    raw = local_of(parameter.detach()).cpu().contiguous().view(-1).view(torch.uint8)
-    return f"with checksum {zlib.crc32(bytes(raw.numpy().data)):08x}"
+    return META if parameter.is_meta else f"with checksum {checksum(local_of(parameter)):08x}"
 
 
 def norms_over(engine: Engine, elsewhere: Collection[str]) -> NormsOfPlaces:
