@@ -22,6 +22,7 @@ LAYERS = (
     "torch_groups",
     "torch_checks",
     "devices",
+    "transformers_files",
     "watch",
     "store",
     "describe",

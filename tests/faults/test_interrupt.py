@@ -18,6 +18,7 @@ import zeroshard as zs
 from tests.models import WIDTH
 from tests.oracle import STAGES, TIMEOUT_S, WATCHDOG_S, randn
 from zeroshard.testing import RankFailure, run_ranks
+from zeroshard.torch_private import innermost_hooks
 
 STEPS = 4
 PLACES = ("in a unit", "in a nested unit", "between units", "in a recomputation", "in a backward")
@@ -155,6 +156,7 @@ def test_the_loss_before_has_its_backward(activations: str | None) -> None:
         model(x)
     optimizer.step()  # nothing has a gradient
     model(x).sum().backward()
+    assert innermost_hooks() is None, "the hooks of a forward outlive it"
     expected = [p.grad for p in model.parameters() if p.grad is not None]
     assert len(found) == len(expected) == len([*model.parameters()])
     assert all(map(torch.equal, found, expected))

@@ -12,7 +12,7 @@ from typing import Any, Final
 import torch
 
 from zeroshard.describe.saved_nodes import Packed
-from zeroshard.torch_private import innermost_hooks, version_of
+from zeroshard.torch_private import graph_task, innermost_hooks, version_of
 
 __all__ = ["BECAUSE", "Box", "ChangedInPlaceError", "Plain", "Saved", "Treatment"]
 
@@ -88,10 +88,34 @@ class Saved(ABC):
         self._treatment, self._unit_under_way = treatment, unit_under_way
         self._boxes: dict[int, list[Box]] = {}
         """Tensors saved by running forwards, by unit."""
+        self._to_pop = 0
+        """How often the hooks are on this thread's stack although their forward has ended."""
 
     def context(self) -> Any:
         """Return a context manager with the saved-tensor hooks."""
         return torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
+
+    def push(self) -> None:
+        """Put the hooks on this thread's stack.
+
+        Raises:
+            RuntimeError: a transform of torch.func disables hooks of saved tensors.
+        """
+        self._settle()
+        self.context().__enter__()
+
+    def pop(self) -> None:
+        """Take the hooks from the stack; in a backward, or below other hooks, at a later `push` or `pop`.
+
+        Autograd gives its thread the caller's stack before each node, so that a change inside a node does not last.
+        """
+        self._to_pop += 1
+        self._settle()
+
+    def _settle(self) -> None:
+        while self._to_pop and graph_task() == -1 and self.is_innermost():
+            self.context().__exit__()
+            self._to_pop -= 1
 
     def is_innermost(self) -> bool:
         """Return whether these hooks are the innermost."""

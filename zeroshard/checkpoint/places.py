@@ -143,12 +143,7 @@ def _tell(engine: Engine, value: Any, what: str, advice: str) -> list[Any]:
     row = torch.zeros(numel, dtype=torch.uint8, device="cpu")
     row[: len(part)] = torch.frombuffer(bytearray(part), dtype=torch.uint8) if part else row[:0]
     rows = across.collect(row, f"{what}: what places tell", "state")
-    return [json.loads(rows[ranks].numpy().tobytes().rstrip(b"\0")) for ranks in _places(mesh)]
-
-
-def _places(mesh: Mesh) -> torch.Tensor:
-    """Return (places, ranks): the ranks of each place of a pipe, in its order."""
-    return mesh.across.rows(*(name for name, _ in mesh.axes))
+    return [json.loads(rows[ranks].numpy().tobytes().rstrip(b"\0")) for ranks in mesh.places()]
 
 
 def _place_of(mesh: Mesh) -> int:
@@ -157,7 +152,7 @@ def _place_of(mesh: Mesh) -> int:
 
 def _named(mesh: Mesh, place: int) -> str:
     """Return how messages call a place."""
-    numbers = [str(mesh.across.numbers[rank]) for rank in _places(mesh)[place].tolist()]
+    numbers = [str(mesh.across.numbers[rank]) for rank in mesh.places()[place].tolist()]
     return f"place {place} of the pipe (rank{'s' * (len(numbers) > 1)} {', '.join(numbers)})"
 
 
@@ -273,7 +268,7 @@ def _sum_bits(item: Item | None, mesh: Mesh) -> int:
 def _compare(engine: Engine, shared: Mapping[Key, Sequence[int]], sums: torch.Tensor, what: str) -> None:
     """Raise on every rank if places hold different values of one name. Collective: an all-gather."""
     mesh = engine.mesh
-    totals = engine.comm.across.collect(sums, f"{what}: comparing what several places have")[_places(mesh)].sum(1)
+    totals = engine.comm.across.collect(sums, f"{what}: comparing what several places have")[mesh.places()].sum(1)
     for column, ((_, name), at) in enumerate(shared.items()):
         values = totals[:, column].tolist()
         for place in at:

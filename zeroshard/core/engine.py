@@ -249,8 +249,8 @@ class Engine(Ending):
         frame = self._frames.pop()
         for number in frame.taken:
             self.units[number].users -= 1
-        if frame.saved is not None:
-            frame.saved.__exit__(None, None, None)
+        if frame.has_hooks:
+            self.saved.pop()
         return frame
 
     def _running(self) -> list[Frame]:
@@ -266,14 +266,14 @@ class Engine(Ending):
         if self.is_sharded and frame.has_grad:
             self.flights.begin(key)
         # Also without gradients: code inside may enable them, as in models of forces.
-        frame.saved = self.saved.context()
         try:
-            frame.saved.__enter__()
+            self.saved.push()
         except RuntimeError as error:
             raise RuntimeError(
                 f"{self.mesh} torch.func.grad, vjp, jacrev and hessian disable the hooks that gather parameters for a "
                 "backward. Use torch.autograd.grad, or enter `with zero.gathered():` around them, on every rank."
             ) from error
+        frame.has_hooks = True
         self.order.open("forward", key, place=place if self.is_sharded else "", holds=frame.has_grad)
 
     def _unit_under_way(self) -> int:

@@ -4,7 +4,7 @@ Owns only the records; `core/engine.py` creates and ends them.
 """
 
 from dataclasses import dataclass, field
-from typing import Any, final
+from typing import final
 
 import torch
 
@@ -24,7 +24,7 @@ class Frame:
     exception: BaseException | None
     has_grad: bool
     call: Call = field(default_factory=lambda: Call("zeroshard.core.hooks"))
-    saved: Any = None
+    has_hooks: bool = False
     taken: list[int] = field(default_factory=list)
     between: int | None = None
     """In the outermost frame: the unit of several modules that no module uses now, and the next module may use."""

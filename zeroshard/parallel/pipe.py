@@ -61,7 +61,7 @@ def check_places(described: Described, comm: Comm, version: str) -> frozenset[st
         for name, value in place.items():
             first = next(index for index, other in enumerate(told) if name in other)
             if told[first][name] != value or META in value:
-                ranks = [", ".join(str(mesh.across.numbers[rank]) for rank in row) for row in _ranks_of(mesh)]
+                ranks = [", ".join(str(mesh.across.numbers[rank]) for rank in row) for row in mesh.places()]
                 raise RankMismatchError(
                     f"{mesh} Places {first} and {number} of the pipe both have a parameter '{name}': "
                     f"{told[first][name]} on rank(s) {ranks[first]}, and {value} on rank(s) {ranks[number]}. Equal "
@@ -73,16 +73,10 @@ def check_places(described: Described, comm: Comm, version: str) -> frozenset[st
     return frozenset(name for name in shared if any(name in place for place in told[:own]))
 
 
-def _ranks_of(mesh: Mesh) -> list[list[int]]:
-    """Return the ranks of each place, in the order of the pipe."""
-    rows: list[list[int]] = mesh.across.rows(*(name for name, _ in mesh.axes)).tolist()
-    return rows
-
-
 def _told(mesh: Mesh, mine: Mapping[str, str]) -> list[dict[str, str]]:
     """Return what the first rank of each place says of its parameters."""
     texts = texts_across_ranks(mesh.across, "\n".join(f"{name}\t{text}" for name, text in mine.items()))
-    return [dict(line.split("\t") for line in texts[row[0]].splitlines()) for row in _ranks_of(mesh)]
+    return [dict(line.split("\t") for line in texts[row[0]].splitlines()) for row in mesh.places()]
 
 
 def _checksum(parameter: nn.Parameter) -> str:

@@ -36,8 +36,8 @@ from zeroshard.core.parameter import METADATA
 from zeroshard.core.slot import slot_of
 from zeroshard.describe.units import UnitPlan
 from zeroshard.torch_private import version_of
+from zeroshard.transformers_files import is_of_transformers
 from zeroshard.tree import find
-from zeroshard.values.conversion import is_of_transformers
 from zeroshard.values.weights import Weights, own_tensors, tensors_of
 from zeroshard.wire.mesh import Mesh
 

@@ -1,7 +1,8 @@
 """The values of a model in a directory of safetensors files, read one tensor at a time.
 
 Owns the comparison of the files with the model, and reading in pieces of bounded size. Must not know ranks, units or
-the order in which tensors are asked for (`materialize.py`). Read `conversion.py` for names that differ, then `Weights`.
+the order in which tensors are asked for (`materialize.py`). Read `transformers_files.py` for names that differ, then
+`Weights`.
 """
 
 import math
@@ -14,7 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from zeroshard.values.conversion import Contents, contents_of
+from zeroshard.transformers_files import Contents, contents_of
 
 __all__ = ["Weights", "own_tensors", "tensors_of"]
 

@@ -83,6 +83,10 @@ class Mesh:
         numbers = tuple(self.numbers[rank] for rank in here)
         return replace(self, rank=here.index(self.rank), world_size=len(here), axes=axes, ranks=numbers, pipe=self)
 
+    def places(self) -> torch.Tensor:
+        """Return (places, size): the ranks of `across` at each place along the axis "pipe", in order."""
+        return self.across.rows(*dict(self.axes))
+
     @cached_property
     def numbers(self) -> tuple[int, ...]:
         """The number of each rank of the mesh in the process group, by which errors name it."""
