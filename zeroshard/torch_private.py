@@ -51,12 +51,15 @@ __all__ = [
     "has_split",
     "innermost_hooks",
     "is_called_by_checkpoint",
+    "is_called_by_compiled",
     "is_called_by_cuda_graphs",
+    "is_compiled",
     "is_dense",
     "is_fake",
     "is_inside_functional_call",
     "is_inside_reentrant_checkpoint",
     "is_inside_transform",
+    "is_read_for_tracing",
     "is_profiling",
     "keep_first",
     "keep_last",
@@ -415,6 +418,16 @@ def is_called_by_checkpoint() -> bool:
     return _is_of(frame, "torch/utils/checkpoint.py")
 
 
+def is_read_for_tracing() -> bool:
+    """Return whether torch reads `grad` to make a fake tensor like its owner; call this only below that property."""
+    frame: FrameType | None = sys._getframe(2)
+    for _ in range(3):
+        if frame is not None and frame.f_code.co_name == "safe_grad":
+            return _is_of(frame, "torch/_subclasses/meta_utils.py")
+        frame = frame and frame.f_back
+    return False
+
+
 def captured_by_checkpoint() -> list[Tensor]:
     """Return the tensors, except parameters, that activation checkpointing keeps besides its positional inputs.
 
@@ -523,14 +536,26 @@ def uses_cuda_graphs(module: torch.nn.Module) -> bool:
 
 def is_called_by_cuda_graphs() -> bool:
     """Return whether a function compiled to CUDA graphs called the running function."""
+    return any(_has_cuda_graphs(getattr(one, "compiler_config", None)) for one in _compiled_callers())
+
+
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Return whether a module is compiled, by `module.compile(...)` or `torch.compile`."""
+    return module.__dict__.get("_compiled_call_impl") is not None or "_orig_mod" in module._modules
+
+
+def is_called_by_compiled() -> bool:
+    """Return whether a compiled function called the running function."""
+    return any(type(one).__name__ == "OptimizeContext" for one in _compiled_callers())
+
+
+def _compiled_callers() -> Iterator[Any]:
+    """Yield torch's records of the functions that it compiles, or does not, and that called the running function."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_name in _COMPILED and _is_of(frame, "torch/_dynamo/eval_frame.py"):
-            compiled: Any = frame.f_locals.get("self")
-            if _has_cuda_graphs(getattr(compiled, "compiler_config", None)):
-                return True
+            yield frame.f_locals.get("self")
         frame = frame.f_back
-    return False
 
 
 _COMPILED: Final = frozenset(["compile_wrapper", "_fn"])

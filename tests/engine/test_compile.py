@@ -105,3 +105,51 @@ def test_a_model_is_compiled_before_it_is_sharded() -> None:
     found = run_cases(train_compiled_first, 2, cases, timeout_s=60)
     for stage in stages:
         assert found[stage, True] == found[stage, False]
+
+
+def accumulate(stage: int, is_compiled: bool) -> list[float]:
+    """Train on micro-batches of two sizes, so that torch compiles the second while gradients of the first are held."""
+    import torch._dynamo
+
+    torch._dynamo.reset()
+    model = models.build(models.Stack)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    zs.shard(model, optimizer, stage=stage, settings=zs.Settings(watchdog_s=20))
+    for block in model.blocks if is_compiled else []:
+        block.compile(backend="aot_eager")
+    losses = []
+    for step in range(2):
+        for micro in range(2):
+            loss = model(models.features(step, 0, micro, rows=4 - micro)).square().mean()
+            loss.backward()
+            losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+@pytest.mark.rotates
+def test_gradients_are_held_while_torch_compiles_for_another_shape() -> None:
+    stages = third((3, 2, 0))
+    cases = [(stage, is_compiled) for stage in stages for is_compiled in (False, True)]
+    found = run_cases(accumulate, 2, cases, timeout_s=60)
+    for stage in stages:
+        assert found[stage, True] == found[stage, False]
+
+
+def read_compiled() -> None:
+    model = models.build(models.Stack)
+    zs.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=2, settings=zs.Settings(watchdog_s=20))
+    model(models.features(0, rank=0)).square().mean().backward()
+    first = model.stem.weight
+
+    @torch.compile(backend="eager")
+    def double() -> torch.Tensor:
+        return torch.zeros(()) if first.grad is None else first.grad * first.grad
+
+    with pytest.raises(Exception, match=r"gradient of 'stem.weight' \(\d+, \d+\) is distributed over ranks"):
+        double()
+
+
+def test_compiled_code_that_reads_a_distributed_gradient_raises() -> None:
+    run_ranks(read_compiled, 2, timeout_s=60)

@@ -25,7 +25,7 @@ from zeroshard.core.buffer import Bucket
 from zeroshard.core.norms import norms_of, refuse_ignored
 from zeroshard.core.slot import Slot, slot_of
 from zeroshard.core.states import Own, Scope, Sum
-from zeroshard.torch_private import SCALER_CHECK, DisabledFunction, NoSubclasses, version_of
+from zeroshard.torch_private import SCALER_CHECK, DisabledFunction, NoSubclasses, is_read_for_tracing, version_of
 from zeroshard.tree import find
 
 __all__ = ["LogicalGradient", "MasterGradient", "MasterSlice", "assign", "name_of", "part_of", "read"]
@@ -273,7 +273,7 @@ def read(slot: Slot) -> Tensor | None:
     if (view := slot.grad_view) is None or is_plain is isinstance(view, LogicalGradient):
         slot.spare, spare = None, slot.spare
         slot.grad_view = view = grads.view(index) if is_plain else LogicalGradient(slot) if spare is None else spare
-    return view
+    return view if is_plain or not is_read_for_tracing() else None
 
 
 def assign(slot: Slot, value: Tensor | None) -> None:

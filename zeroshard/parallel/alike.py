@@ -26,7 +26,7 @@ from zeroshard.activations.values import Values, values_of
 from zeroshard.core.engine import Engine
 from zeroshard.core.hooks import Eager
 from zeroshard.devices import generator_of
-from zeroshard.parallel.streams import Begin, Follow, Streams
+from zeroshard.parallel.streams import Begin, Follow, Streams, Watch
 from zeroshard.setup.duplicate import owner_of
 from zeroshard.table.errors import RankMismatchError
 from zeroshard.table.settings import Settings
@@ -58,6 +58,7 @@ def watch_axis(engine: Engine, model: nn.Module, settings: Settings) -> None:
     for number, (name, module) in enumerate(model.named_modules()):
         if has_split(type(one) for one in module.parameters(recurse=False)):
             keep(module.register_forward_hook(Follow(streams, number, name)))
+    keep(model.register_forward_pre_hook(Watch(streams, keep), prepend=True))
     keep(model.register_forward_pre_hook(Begin(streams), prepend=True))
     keep(model.register_forward_hook(End(streams, alike), always_call=True))
     for path in settings.forward_methods:

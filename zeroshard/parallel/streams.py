@@ -14,16 +14,19 @@ Note: streams
 """
 
 import hashlib
+from collections.abc import Callable
 from typing import Any, Final, final
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from zeroshard.core.hooks import Eager
-from zeroshard.torch_private import graph_task, has_split
+from zeroshard.setup.graphs import LOOKS
+from zeroshard.torch_private import graph_task, has_split, is_called_by_compiled, is_compiled
 from zeroshard.tree import find
 
-__all__ = ["Begin", "Follow", "Streams", "is_output_split"]
+__all__ = ["Begin", "Follow", "Streams", "Watch", "is_output_split"]
 
 Tensor = torch.Tensor
 
@@ -45,7 +48,7 @@ class Streams:
     """
 
     def __init__(self, generator: torch.Generator, place: int, rank: str) -> None:
-        self.generator, self._place, self._rank = generator, place, rank
+        self.generator, self._place, self.rank = generator, place, rank
         self.is_open = False
         """Whether the model's forward runs; outside, layers that user code calls by themselves switch nothing."""
         self._common: dict[int, tuple[Tensor, Tensor]] = {}
@@ -85,7 +88,7 @@ class Streams:
             return
         if seed not in self._common:
             raise RuntimeError(
-                f"{self._rank} A recomputation that includes '{name}' began after the layer that splits its "
+                f"{self.rank} A recomputation that includes '{name}' began after the layer that splits its "
                 "activations over the axis 'tensor', so the random numbers that follow are not known. Let "
                 "torch.utils.checkpoint begin before the column-wise layer, for example with the whole block."
             )
@@ -121,6 +124,8 @@ class Begin(Eager):
 class Follow(Eager):
     """After a layer with parameters that torch splits, or replicates, over the axis: switches to the output's stream.
 
+    Compiled code has one stream, which `Compiled` guards.
+
     Args:
         number: of the layer, equal on all ranks.
     """
@@ -129,12 +134,60 @@ class Follow(Eager):
         super().__init__()
         self._streams, self._number, self._name = streams, number, name
 
+    def __call__(self, *args: Any) -> None:
+        """Run it, if not compiled."""
+        if not torch.compiler.is_compiling():
+            self._call(*args)
+
     def _run(self, module: nn.Module, args: Any, output: Any) -> None:
         is_split = is_output_split(module, args, output)
         if is_split:
             self._streams.enter(self._number)
         elif is_split is not None:
             self._streams.leave(self._name)
+
+
+@final
+class Compiled(Eager):
+    """Around a compiled module with split layers: raises if it draws random numbers, the same for parts that differ."""
+
+    def __init__(self, streams: Streams, name: str) -> None:
+        super().__init__()
+        self._streams, self._name = streams, name
+        self._before: Tensor | None = None
+
+    def _run(self, module: nn.Module, args: Any, *output: Any) -> None:
+        state = self._streams.generator.get_state()
+        if not output:
+            self._before = state
+        elif self._before is not None and not torch.equal(self._before, state):
+            raise RuntimeError(
+                f"{self._streams.rank} '{self._name}' is compiled, has layers that are split over the axis 'tensor', "
+                "and drew random numbers, which would be equal for the different activations of these ranks, such as "
+                "masks of dropout. Set its dropout to 0, or do not compile it."
+            )
+
+
+@final
+class Watch(Eager):
+    """Before the model's first forwards: puts a `Compiled` around compiled modules that have split layers."""
+
+    def __init__(self, streams: Streams, keep: Callable[[RemovableHandle], Any]) -> None:
+        super().__init__()
+        self._streams, self._keep, self._left = streams, keep, LOOKS
+        self._known = set[str]()
+
+    def _run(self, module: nn.Module, args: Any) -> None:
+        if not self._left:
+            return
+        self._left -= 1
+        for name, one in module.named_modules():
+            is_new = name not in self._known and (is_compiled(one) or (one is module and is_called_by_compiled()))
+            if is_new and has_split(map(type, one.parameters())):
+                self._known.add(name)
+                hook = Compiled(self._streams, name or type(one).__name__)
+                self._keep(one.register_forward_pre_hook(hook, prepend=True))
+                self._keep(one.register_forward_hook(hook))
 
 
 def is_output_split(module: nn.Module, args: Any, output: Any) -> bool | None:

@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from zeroshard.core.parameter import PlainForm, ReleasedParameter, ShardedParameter, demand
-from zeroshard.core.slot import Form, slot_of
+from zeroshard.core.slot import Form
 from zeroshard.describe.split import check_buffers, check_placement
 from zeroshard.torch_checks import check_dtensor
 from zeroshard.torch_private import raw_local, set_local
@@ -33,12 +33,29 @@ Tensor = torch.Tensor
 class ShardedDTensor(ShardedParameter, DTensor):
     """A DTensor parameter whose local values are currently in its unit's bucket."""
 
-    def __tensor_flatten__(self) -> Any:
-        # torch.compile reads the inner tensors of traced tensors, and would guard on DTensor's class.
-        raise RuntimeError(
-            f"'{slot_of(self).name}' is a sharded DTensor, which torch.compile cannot trace. Compile modules without "
-            "split parameters only, or do not compile."
-        )
+    @staticmethod
+    def __tensor_unflatten__(inner: Any, context: Any, size: Any, stride: Any) -> DTensor:
+        """Return what torch.compile traces in place of a parameter; it has no slot.
+
+        Compiled code asserts that its arguments have the classes that it was traced with.
+        """
+        traced: DTensor = DTensor.__tensor_unflatten__(inner, context, size, stride)
+        traced.__class__ = ShardedDTensor
+        return traced
+
+    @property
+    def grad(self) -> Tensor | None:
+        """See `ShardedParameter`."""
+        found: Tensor | None = self._property.__get__(self)
+        return found
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        self._property.__set__(self, value)
+
+    @property
+    def _property(self) -> Any:
+        return ShardedParameter.grad if "_zeroshard" in self.__dict__ else Tensor.grad
 
 
 @final

@@ -50,8 +50,8 @@ def check_split(tensor: int, optimizer: str, treatments: str, *, compiles: bool)
         )
     if compiles:
         raise ValueError(
-            f"train.compile_blocks=true with run.tensor={tensor}: torch.compile cannot trace parameters that are split "
-            "over ranks; leave out one of the two"
+            f"train.compile_blocks=true with run.tensor={tensor}: torch 2.13 fails to compile blocks that are split "
+            "this way, also without zeroshard; leave out one of the two"
         )
     if optimizer in _WHOLE:
         raise ValueError(
