@@ -8,8 +8,8 @@ Note: effects of a change in torch
     Most changes raise errors at once. Three would be silent, so their effect is tested: the function by which
     GradScaler checks gradients (ranks would skip different steps), the place of a reentrant checkpoint on the stack
     (gradients would be reduced several times), and the local tensor of a DTensor (a released parameter would be
-    read). A fourth, the settings of torch.compile, is tested only by the test suite, since torch's compiler takes
-    seconds to import (graphs that cannot be replayed would not be rejected).
+    read). What concerns torch.compile is tested only by the test suite, since torch's compiler takes
+    seconds to import: graphs that cannot be replayed, and equal random numbers, would not be rejected.
 """
 
 import functools
