@@ -1209,6 +1209,42 @@ ROOMS = (
         f"{_ALIKE}::test_masks_of_split_activations_differ_and_those_of_whole_ones_are_alike[False]",
     ),
     Bug(
+        "compiled code may draw equal masks for split halves",
+        "parallel/streams.py",
+        "elif self._before is not None and not torch.equal",
+        "elif self._before is None and not torch.equal",
+        f"{_ENGINE}/test_tensor_axis.py::test_compiled_code_with_split_parameters_draws_no_random_numbers",
+    ),
+    Bug(
+        "a callable around the model is not taken for compiled code",
+        "torch_private.py",
+        'type(one).__name__ == "OptimizeContext"',
+        'type(one).__name__ == "OptimizedContext"',
+        f"{_ENGINE}/test_tensor_axis.py::test_compiled_code_with_split_parameters_draws_no_random_numbers",
+    ),
+    Bug(
+        "torch cannot compile another shape while gradients are held",
+        "core/gradient.py",
+        "return view if is_plain or not is_read_for_tracing() else None",
+        "return view",
+        "tests/engine/test_compile.py::test_gradients_are_held_while_torch_compiles_for_another_shape",
+    ),
+    Bug(
+        "compiled code takes a distributed gradient for None",
+        "torch_private.py",
+        'if frame is not None and frame.f_code.co_name == "safe_grad":',
+        'if frame is not None and "_dynamo" in frame.f_code.co_filename:\n            return True\n        '
+        'if frame is not None and frame.f_code.co_name == "safe_grad":',
+        "tests/engine/test_compile.py::test_compiled_code_that_reads_a_distributed_gradient_raises",
+    ),
+    Bug(
+        "hooks of saved tensors stay after an interrupted forward",
+        "activations/saved.py",
+        "while self._to_pop and graph_task() == -1 and",
+        "while self._to_pop and",
+        "tests/faults/test_interrupt.py::test_the_loss_before_has_its_backward[compress]",
+    ),
+    Bug(
         "whole activations draw from the stream of a single rank",
         "parallel/streams.py",
         "        self.generator.set_state(common)",
