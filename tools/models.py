@@ -2,6 +2,7 @@
 
     python -m tools.models                  # units of all models at their real sizes, on the meta device
     python -m tools.models --train          # trains the tiny ones: two ranks at ZeRO stage 3 against one process
+    python -m tools.models --split          # trains those that transformers splits: tensor 2 x shard 2, stages 0 and 3
     python -m tools.models --only 'swin*'   # some of them, by name
     python -m tools.models --write          # writes the table into docs/models.md, with --train the other one
 
@@ -11,6 +12,7 @@ Nothing is downloaded: models are built from configurations. Libraries that are 
 """
 
 import argparse
+import functools
 import sys
 import time
 from collections import Counter
@@ -21,12 +23,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import zeroshard as zs
 from tools.published import MISSING, REAL, TINY, Tiny
 from zeroshard.describe.units import UnitPlan, plan_units
 from zeroshard.testing import run_ranks
+from zeroshard.train.models.split_hf import RANDOM, split_hf
 from zeroshard.tree import find
 
 PAGE = Path(__file__).parents[1] / "docs" / "models.md"
@@ -120,22 +125,33 @@ def loss_of(outputs: Any) -> Tensor:
     ).sum()
 
 
-def train(name: str, is_sharded: bool, shared_memory: bool = True) -> list[float]:
-    """Train a tiny model for some steps; return the mean over both batches of each step's loss, and one more."""
+def train(
+    name: str, is_sharded: bool, shared_memory: bool = True, stage: int = 3, splits: bool = False, tensor: int = 1
+) -> list[float]:
+    """Train a tiny model for some steps; return the mean over both batches of each step's loss, and one more.
+
+    Args:
+        splits: whether to build the model so that two ranks can split it.
+        tensor: number of ranks that split it, by its own plan.
+    """
     torch.manual_seed(1)
     tiny = TINY[name]
     # In evaluation mode: dropout would draw other masks for two batches in one process than on two ranks, and batch
     # normalization means something else for them.
-    model = tiny.make().eval()
+    model = (divisible(tiny.make()) if splits else tiny.make()).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if not parameter.any():  # a head of zeros gives a loss that nothing changes
                 parameter.normal_(std=0.02)
+    mesh = None
+    if tensor > 1:
+        mesh = init_device_mesh("cpu", (dist.get_world_size() // tensor, tensor), mesh_dim_names=("shard", "tensor"))
+        split_hf(model, mesh["tensor"])
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     mine: Sequence[int] = (0, 1)
     if is_sharded:
-        zero = zs.shard(model, optimizer, stage=3, settings=zs.Settings(shared_memory=shared_memory))
-        mine = (zero.mesh.rank,)
+        zero = zs.shard(model, optimizer, stage=stage, mesh=mesh, settings=zs.Settings(shared_memory=shared_memory))
+        mine = (zero.mesh.data_ranks.index(zero.mesh.rank),)
     losses = []
     for step in range(STEPS + 1):
         torch.manual_seed(7)  # models that draw numbers in evaluation mode, too
@@ -154,29 +170,51 @@ def inputs_of(tiny: Tiny, step: int, rank: int) -> dict[str, Any]:
     return tiny.inputs(generator)
 
 
-def train_many(names: Sequence[str], shared_memory: bool) -> dict[str, list[float] | str]:
+def divisible(model: Any) -> nn.Module:
+    """Return a new model of transformers without dropout, and with a vocabulary that two ranks can split."""
+    torch.manual_seed(1)
+    config = model.config
+    for key, value in config.to_dict().items():
+        if RANDOM.search(key) and isinstance(value, float) and value > 0:
+            setattr(config, key, 0.0)
+    config.vocab_size += config.vocab_size % 2
+    made: nn.Module = type(model)(config)
+    return made
+
+
+def train_many(names: Sequence[str], shared_memory: bool, **options: Any) -> dict[str, list[float] | str]:
     """Train several models one after the other on this rank; an error is told in place of losses."""
     found: dict[str, list[float] | str] = {}
     for name in names:
         try:
-            found[name] = train(name, is_sharded=True, shared_memory=shared_memory)
+            found[name] = train(name, is_sharded=True, shared_memory=shared_memory, **options)
         except Exception as error:
             found[name] = f"{type(error).__name__}: {str(error).splitlines()[-1][:200]}"
     return found
 
 
-def compare(names: Sequence[str], shared_memory: bool = True) -> dict[str, tuple[str, float]]:
-    """Return by model "equal", or how two ranks differ from one process, and the largest relative difference."""
-    ranks = run_ranks(train_many, 2, names, shared_memory, timeout_s=60.0 + 20 * len(names))
+def with_plans(names: Sequence[str]) -> list[str]:
+    """Return the models whose classes name a plan of transformers for tensor parallelism."""
+    models = ((name, TINY[name].make()) for name in names if name.startswith("transformers "))
+    return [name for name, model in models if model.config.get_text_config().base_model_tp_plan]
+
+
+def compare(
+    names: Sequence[str], shared_memory: bool = True, ranks: int = 2, **options: Any
+) -> dict[str, tuple[str, float]]:
+    """Return by model "equal", or how ranks differ from one process, and the largest relative difference."""
+    run = functools.partial(train_many, names, shared_memory, **options)
+    told = run_ranks(run, ranks, timeout_s=60.0 + 10 * ranks * len(names))
     found: dict[str, tuple[str, float]] = {}
     for name in names:
-        by_rank = [rank[name] for rank in ranks]
+        by_rank = [rank[name] for rank in told]
         if wrong := [one for one in by_rank if isinstance(one, str)]:
             found[name] = wrong[0], float("nan")
             continue
-        alone, together = train(name, is_sharded=False), [sum(two) / 2 for two in zip(*by_rank, strict=True)]
+        alone = train(name, is_sharded=False, splits="tensor" in options)
+        together = [sum(all_ranks) / ranks for all_ranks in zip(*by_rank, strict=True)]
         most = max(abs(one - two) / max(abs(one), 1e-12) for one, two in zip(alone, together, strict=True))
-        verdict = "equal" if most <= TOLERANCE else f"{alone} alone, {together} on two ranks"
+        verdict = "equal" if most <= TOLERANCE else f"{alone} alone, {together} on {ranks} ranks"
         found[name] = "the loss does not change" if alone[0] == alone[-1] else verdict, most
     return found
 
@@ -201,11 +239,11 @@ def table_of(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-def training_table(found: Mapping[str, tuple[str, float]]) -> str:
+def training_table(found: Mapping[str, tuple[str, float]], where: str = "two ranks at ZeRO stage 3") -> str:
     """Return the table of tiny models."""
     equal = sum(verdict == "equal" for verdict, _ in found.values())
     lines = [
-        f"CPU, gloo, 2 cores: {equal} of {len(found)} tiny models train alike on two ranks at ZeRO stage 3 and in one "
+        f"CPU, gloo, 2 cores: {equal} of {len(found)} tiny models train alike on {where} and in one "
         f"process, {STEPS} steps, losses within {TOLERANCE:g}.",
         "",
         "| model | losses | largest relative difference |",
@@ -225,13 +263,22 @@ def main() -> int:
     """Print or write the tables; return how many models fail."""
     parser = argparse.ArgumentParser(prog="python -m tools.models", description=__doc__)
     parser.add_argument("--train", action="store_true", help="train the tiny models")
+    parser.add_argument(
+        "--split", action="store_true", help="train those that ranks can split by a plan of transformers"
+    )
     parser.add_argument("--only", default="*", help="names of models, with wildcards")
     parser.add_argument("--write", action="store_true", help="write the table to docs/models.md")
     chosen = parser.parse_args()
     failed = 0
     if MISSING:
         print(f"not installed, and left out: {', '.join(MISSING)}")
-    if not chosen.train:
+    if chosen.split:
+        names = with_plans([name for name in TINY if fnmatch(name, chosen.only)])
+        for stage in (0, 3):
+            found = compare(names, ranks=4, stage=stage, splits=True, tensor=2)
+            failed += sum(verdict != "equal" for verdict, _ in found.values())
+            print(training_table(found, f"tensor 2 x shard 2 ranks at ZeRO stage {stage}"), flush=True)
+    elif not chosen.train:
         rows = []
         for (library, name), make in REAL.items():
             if fnmatch(name, chosen.only):

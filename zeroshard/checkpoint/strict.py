@@ -7,7 +7,6 @@ limit is checked before the work that it limits, so that a hostile file costs ne
 import json
 import re
 import zlib
-from collections import Counter
 from typing import Any, Final, NoReturn
 
 from zeroshard.table.errors import CheckpointError
@@ -82,7 +81,8 @@ def _check_limits(data: bytes, where: str) -> None:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     value = dict(pairs)
     if len(value) != len(pairs):
-        ((key, _),) = Counter(key for key, _ in pairs).most_common(1)
+        # Without a second table, which would take as much memory as this one.
+        key = next(key for key, _ in pairs if value.pop(key, pairs) is pairs)
         raise ValueError(f"duplicate key {key[:80]!a}")
     return value
 

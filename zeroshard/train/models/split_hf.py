@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zeroshard.train.extras import need
 
-__all__ = ["plan_of", "split_hf"]
+__all__ = ["RANDOM", "plan_of", "split_hf"]
 
 _FIRST, _BEYOND = (5, 23), (5, 25)
 """Versions of transformers with the functions below: from the first on, and below the second."""
@@ -35,7 +35,7 @@ _DIMENSIONS: Final = MappingProxyType(
 _SUMMED: Final = "replicated_with_grad_allreduce"
 _STYLES: Final = frozenset([*_DIMENSIONS, _SUMMED, "replicate", "all_reduce"])
 _KEYS: Final = ("k_proj", "qkv_proj", "query_key_value")
-_RANDOM: Final = re.compile(r"drop|jitter")
+RANDOM: Final = re.compile(r"drop|jitter")
 """Settings of a configuration that draw numbers in a forward."""
 
 
@@ -67,7 +67,7 @@ def plan_of(model: Any, tensor: int) -> Mapping[str, str]:
             )
     config = model.config.get_text_config()
     for key, value in config.to_dict().items():
-        if _RANDOM.search(key) and isinstance(value, int | float) and not isinstance(value, bool) and value > 0:
+        if RANDOM.search(key) and isinstance(value, int | float) and not isinstance(value, bool) and value > 0:
             raise ValueError(
                 f"run.tensor={tensor}: {key} of {name} is {value}, and ranks that split a layer would draw other "
                 f"numbers; set it to 0 in config.json, or {otherwise}"
