@@ -4,9 +4,9 @@
     python -m tools.models --train          # trains the tiny ones: two ranks at ZeRO stage 3 against one process
     python -m tools.models --split          # trains those that transformers splits: tensor 2 x shard 2, stages 0 and 3
     python -m tools.models --only 'swin*'   # some of them, by name
-    python -m tools.models --write          # writes the table into docs/models.md, with --train the other one
+    python -m tools.models --write          # writes the table into docs/models.md, with --train or --split another one
 
-Owns the two tables of docs/models.md and the rule that they are checked against; `tools/published.py` has the models.
+Owns the tables of docs/models.md and the rule that they are checked against; `tools/published.py` has the models.
 Nothing is downloaded: models are built from configurations. Libraries that are not installed are left out, and said so
 (`pip install --no-deps timm torchvision diffusers`, extra `models`).
 """
@@ -277,7 +277,9 @@ def main() -> int:
         for stage in (0, 3):
             found = compare(names, ranks=4, stage=stage, splits=True, tensor=2)
             failed += sum(verdict != "equal" for verdict, _ in found.values())
-            print(training_table(found, f"tensor 2 x shard 2 ranks at ZeRO stage {stage}"), flush=True)
+            print(table := training_table(found, f"tensor 2 x shard 2 ranks at ZeRO stage {stage}"), flush=True)
+            if chosen.write:
+                write(f"split {stage}", table)
     elif not chosen.train:
         rows = []
         for (library, name), make in REAL.items():
