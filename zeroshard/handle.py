@@ -255,7 +255,7 @@ def shard_over(asked: Request, joined: Mesh, make_comm: MakeComm) -> "Zero":
         engine.norms_of_places = norms_over(engine, elsewhere)
     if domain.launched > 1:
         check_callers(engine)
-    engine.order.buffers = follow_buffers(described, comm, engine.order.votes)
+    engine.order.buffers = follow_buffers(described, comm, engine.order.votes, engine.saved.preserve)
     zero = Zero(engine, described, dtypes, stores)
     hooks = wire(engine, described)
     if pipe is not None:

@@ -54,6 +54,7 @@ from zeroshard.torch_private import (
     muon_step,
     next_node_number,
     note_visit,
+    parts_of_groups,
     running_node_number,
     saved_by,
     set_slot,
@@ -124,6 +125,14 @@ def check_dtensor(tensor: Tensor) -> None:
     local = getattr(tensor, "_local_tensor", None)
     if not isinstance(local, Tensor) or storage_of(local) != storage_of(tensor.to_local()):  # type: ignore[attr-defined]
         raise changed("DTensor._local_tensor", f"is {type(local).__name__}")
+    _check_strided()
+
+
+@functools.cache
+def _check_strided() -> None:
+    """Test that a rank has a block of each group."""
+    if (seen := [one.tolist() for one in parts_of_groups(_arange(8), 0, 2, 2)]) != [[0, 1, 4, 5], [2, 3, 6, 7]]:
+        raise changed("_StridedShard", f"splits 8 numbers into {seen}")
 
 
 def _ones(*shape: int, requires_grad: bool = False) -> Tensor:

@@ -9,7 +9,7 @@ import inspect
 import operator
 import sys
 import threading
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import CellType, FrameType
 from typing import Any, Final, cast, final
@@ -47,6 +47,7 @@ __all__ = [
     "foreach_norm",
     "foreach_types",
     "graph_task",
+    "groups_of",
     "has_kernel",
     "has_split",
     "innermost_hooks",
@@ -69,6 +70,7 @@ __all__ = [
     "next_node_number",
     "nodes_before",
     "note_visit",
+    "parts_of_groups",
     "profiled",
     "raw_data",
     "raw_local",
@@ -311,6 +313,25 @@ def local_of(tensor: Tensor) -> Tensor:
 def has_split(types: Iterable[type]) -> bool:
     """Return whether a class of tensors is DTensor."""
     return any(hasattr(one, "_local_tensor") for one in types)
+
+
+def groups_of(placement: Any) -> int:
+    """Return how many groups of a dimension's indices a placement splits, each over all ranks; 0 if it splits nothing.
+
+    `Shard` splits the whole dimension. `_StridedShard` splits each of several groups of equal size, such as the gate
+    and the up projection in one weight, so that a rank has a block of each; transformers' packed styles use it.
+    """
+    from torch.distributed.tensor import Shard  # half a second to import
+
+    return int(getattr(placement, "split_factor", isinstance(placement, Shard)))
+
+
+def parts_of_groups(tensor: Tensor, dim: int, groups: int, ranks: int) -> Sequence[Tensor]:
+    """Return the part of each rank of a tensor with the placement `_StridedShard`: its block of each group."""
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    parts, _ = _StridedShard(dim, split_factor=groups)._split_tensor(tensor, ranks, with_padding=False)
+    return parts
 
 
 @contextmanager

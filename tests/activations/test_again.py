@@ -139,7 +139,7 @@ def test_generators_are_found_whenever_they_appear() -> None:
     module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     first, last = vars(module[0]), module[1]
     last.own = None
-    surroundings = Surroundings(module, "[rank 0/1] A forward")
+    surroundings = Surroundings(module, "[rank 0/1] A forward", weakref.WeakSet())
 
     def draws() -> list[float]:
         found = [one for part in module for one in vars(part).values() if isinstance(one, torch.Generator)]

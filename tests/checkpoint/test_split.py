@@ -16,6 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import zeroshard as zs
 from tests.oracle import TIMEOUT_S, WATCHDOG_S, assert_same, randn
+from tests.packed import Packed, split_packed
 from tests.rotation import is_whole, third
 from zeroshard.checkpoint.cuts import Cut
 from zeroshard.checkpoint.inventory import Item
@@ -50,7 +51,7 @@ class Block(nn.Module):
 
 def build(seed: int) -> nn.Sequential:
     torch.manual_seed(seed)
-    return nn.Sequential(Block(3 * WIDTH), Block(3 * WIDTH + 1), nn.Linear(WIDTH, 2))
+    return nn.Sequential(Block(3 * WIDTH), Block(3 * WIDTH + 1), Packed(WIDTH, 8), nn.Linear(WIDTH, 2))
 
 
 def loss_of(model: nn.Module, step: int) -> Tensor:
@@ -85,6 +86,7 @@ class Run:
         if "tensor" in names:
             for block, plan in zip(self.model, PLANS, strict=False):
                 parallelize_module(block, mesh["tensor"], plan)
+            split_packed(self.model[2], mesh["tensor"])
         self.optimizer = OPTIMIZERS[kind](self.model.parameters())
         settings = zs.Settings(watchdog_s=WATCHDOG_S, **options.pop("settings", {}))
         self.zero = zs.shard(self.model, self.optimizer, stage=stage, mesh=mesh, settings=settings, **options)

@@ -31,6 +31,8 @@ ADDED = {
     "what ranks along the axis tensor have alike": 18,
     "first values of split parameters, hooks that hold no engine": 24,
     "hooks of saved tensors do not outlive an interrupted forward": 13,
+    "recomputations read the buffers of their forward": 16,
+    "weights of several groups, each split over the ranks": 8,
 }
 """Lines of the engine that features have added since the budgets were set."""
 MOVED = {

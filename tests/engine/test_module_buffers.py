@@ -179,6 +179,33 @@ def test_a_recomputation_changes_no_buffer() -> None:
             assert_same(kept, again, f"stage {stage}")
 
 
+def read_later(stage: int, how: str) -> list[dict[str, Any]]:
+    """Train with forwards in evaluation mode; the second takes others' buffers before the backward of the first."""
+    found = []
+    for activations in (None, "recompute"):
+        made = make((stage, True), build(), settings={"buffers": how}, activations=activations)
+        rank = torch.distributed.get_rank()
+        with made.zero.no_sync():
+            made.call(inputs(0, rank)).square().mean().backward()
+        made.model[0].eval()
+        made.model[2].norm.eval()
+        losses = [made.call(inputs(step, rank)).square().mean() for step in (1, 2)]
+        for loss in losses:
+            loss.backward()
+        made.optimizer.step()
+        with made.zero.gathered():
+            found.append({**values(made.model), "losses": torch.stack(losses).detach()})
+    return found
+
+
+def test_recomputations_read_what_their_forward_read() -> None:
+    """Also where ranks take each other's buffers in between, by the forward after it."""
+    cases = third([(stage, how) for stage in STAGES for how in ("rank 0", "mean")])
+    for case, ranks in run_cases(read_later, 2, cases, timeout_s=60.0).items():
+        for kept, again in ranks:
+            assert_same(kept, again, str(case))
+
+
 class Branch(nn.Module):
     """A model of which only the first rank runs the second norm."""
 

@@ -17,6 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import zeroshard as zs
 from benchmarks.peaks import measure_peak
 from tests.oracle import TIMEOUT_S, WATCHDOG_S, assert_same
+from tests.packed import Packed, split_packed
 from tests.rotation import third
 from zeroshard.testing import run_ranks
 
@@ -35,12 +36,13 @@ class Block(nn.Module):
 
 
 class Text(nn.Module):
-    """A tied embedding of an odd number of words, blocks with plain norms, and a layer that is not trained."""
+    """A tied embedding of an odd number of words, blocks with plain norms, a packed layer, one that is not trained."""
 
     def __init__(self) -> None:
         super().__init__()
         self.words = nn.Embedding(WORDS, WIDTH)
         self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.packed = Packed(WIDTH, 6)
         self.fixed = nn.Linear(WIDTH, WIDTH)
         self.head = nn.Linear(WIDTH, WORDS, bias=False)
         self.head.weight = self.words.weight
@@ -49,7 +51,7 @@ class Text(nn.Module):
         x = self.words(words)
         for block in self.blocks:
             x = block(x)
-        return self.head(self.fixed(x))
+        return self.head(self.fixed(self.packed(x)))
 
 
 def split(model: Text, mesh: Any) -> None:
@@ -58,12 +60,13 @@ def split(model: Text, mesh: Any) -> None:
             (("up", ColwiseParallel), ("down", RowwiseParallel))}  # fmt: skip
     plan |= {"words": RowwiseParallel(**whole_in, **whole_out), "head": ColwiseParallel(**whole_out)}
     parallelize_module(model, mesh, {**plan, "fixed": ColwiseParallel(**whole_out)})
+    split_packed(model.packed, mesh)
     model.head.weight = model.words.weight
 
 
 def scaled(module: nn.Module) -> None:
     """Initialize a module's own parameters by another rule than its class; a block scales a weight of its child."""
-    for name in ("weight", "bias"):
+    for name in ("weight", "bias", "into", "out"):
         if isinstance(one := getattr(module, name, None), Tensor):
             nn.init.normal_(one, std=0.5)
     if isinstance(module, Block):

@@ -95,8 +95,12 @@ def _save(folder, kind="llama", **changes):
 @pytest.mark.product
 @pytest.mark.parametrize(
     ("kind", "changes"),
-    [("llama", {"num_key_value_heads": 2, "has_weights": True}), ("qwen3", {})],
-    ids=["llama", "qwen3"],
+    [
+        ("llama", {"num_key_value_heads": 2, "has_weights": True}),
+        ("qwen3", {}),
+        ("mixtral", {"num_key_value_heads": 2}),
+    ],
+    ids=["llama", "qwen3", "mixtral"],
 )
 def test_models_of_transformers_are_split_by_their_own_plans(kind, changes, tmp_path):
     folder = _save(tmp_path / kind, kind, **changes)
@@ -137,12 +141,16 @@ def test_what_cannot_be_split_is_refused_before_ranks_start(settings, words, mon
     ("kind", "changes", "words"),
     [
         ("gpt2", {}, r"run\.tensor=2: GPT2LMHeadModel has no base_model_tp_plan.*set run\.tensor=1"),
-        ("mixtral", {}, r"the plan of MixtralForCausalLM has the style 'packed_colwise' at"),
+        (
+            "mixtral",
+            {"num_key_value_heads": 2, "intermediate_size": 41},
+            r"does not divide each of 2 equal groups of the 82 rows of '\S*experts",
+        ),
         ("llama", {}, r"run\.tensor=2 does not divide num_key_value_heads=1 of LlamaForCausalLM"),
         ("llama", {"attention_dropout": 0.1}, r"attention_dropout of LlamaForCausalLM is 0\.1.*config\.json"),
         ("llama", {"num_key_value_heads": 2, "intermediate_size": 41}, r"does not divide the 41 rows of '\S*gate_proj"),
     ],
-    ids=["no plan", "style", "heads", "dropout", "size"],
+    ids=["no plan", "groups", "heads", "dropout", "size"],
 )
 def test_models_of_transformers_that_cannot_be_split_are_refused(kind, changes, words, monkeypatch, capsys, tmp_path):
     folder = _save(tmp_path / kind, kind, **changes)
@@ -150,6 +158,15 @@ def test_models_of_transformers_that_cannot_be_split_are_refused(kind, changes, 
     status, _, told = _main(monkeypatch, capsys, "train", *settings)
     assert status == 2
     assert re.search(words, told), told
+
+
+def test_styles_that_are_not_supported_are_refused(monkeypatch, tmp_path):
+    folder = _save(tmp_path / "llama", num_key_value_heads=2)
+    plan = transformers.LlamaConfig.base_model_tp_plan | {"layers.*.mlp": "sequence_parallel"}
+    monkeypatch.setattr(transformers.LlamaConfig, "base_model_tp_plan", plan)
+    words = r"the plan of LlamaForCausalLM has the style 'sequence_parallel' at 'model\.layers\.\*\.mlp', and"
+    with pytest.raises(ValueError, match=words):
+        test_hf._prepare(folder, "run.tensor=2")
 
 
 def test_other_versions_of_transformers_are_refused(monkeypatch, tmp_path):

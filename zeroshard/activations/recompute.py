@@ -112,7 +112,7 @@ class _Forward:
         self.is_compared = not is_exact
         """Whether outputs of a recomputation have been compared with those of its forward, or cannot be."""
         self.enter, self.leave = hooks
-        self.surroundings = Surroundings(module, f"{self.enter.rank} A forward of {self._shown}")
+        self.surroundings = Surroundings(module, f"{self.enter.rank} A forward of {self._shown}", products.saved.kept)
         self._saved = products.saved
         doubt = functools.partial(suspect, f"The recomputation of {self._shown}")
         self.trails = Trails(products.saved, is_exact, doubt, self.differs)

@@ -4,6 +4,7 @@ Owns the boxes of running forwards. It must not know parameters: `core/saved.py`
 `plan/trace/treated.py` those of a trace.
 """
 
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -90,6 +91,14 @@ class Saved(ABC):
         """Tensors saved by running forwards, by unit."""
         self._to_pop = 0
         """How often the hooks are on this thread's stack although their forward has ended."""
+        self.kept = weakref.WeakSet[Any]()
+        """What forwards that may be recomputed have kept beside saved tensors (`surroundings.py`)."""
+
+    def preserve(self, buffers: Sequence[Tensor]) -> None:
+        """Copy the values of buffers, which are about to be written, for the recomputations that read them."""
+        written = {id(one) for one in buffers}
+        for one in [*self.kept]:
+            one.preserve(written)
 
     def context(self) -> Any:
         """Return a context manager with the saved-tensor hooks."""

@@ -13,13 +13,15 @@ Note: buffers that a forward changes
     the kernels of batch norm do not increase the versions of running statistics, but `num_batches_tracked` has a new
     version. Torch's norms in training mode are always copied, because a rank may first use one in a later forward.
     If a later forward changes a buffer that was not copied, its recomputation raises an error: the old values are lost.
+    Buffers that the forward leaves alone need no copy until ranks exchange buffers before its backward (`preserve`).
 Note: generators
     A forward searches all attributes of all modules for generators if the number of attributes has changed since the
     forward before. Otherwise it reads only the attributes that held a generator or None at the last search. A
     generator that later replaces an attribute of another type is not found.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import NoneType
 from typing import Any, Final, final
@@ -43,10 +45,11 @@ class Surroundings:
 
     Args:
         what: begins an error: a rank, and a forward of the module.
+        states: receives the state of each forward; holds them weakly.
     """
 
-    def __init__(self, module: nn.Module, what: str) -> None:
-        self._modules, self._what = dict(module.named_modules()), what
+    def __init__(self, module: nn.Module, what: str, states: "weakref.WeakSet[Kept]") -> None:
+        self._modules, self._what, self._states = dict(module.named_modules()), what, states
         self._norms = {name for name, one in self._modules.items() if isinstance(one, NORMS) and one._buffers}
         self._changed: dict[tuple[bool, ...], set[str]] = {}
         """Names of modules that may change buffers in place, by the training modes of all modules in a forward."""
@@ -57,7 +60,9 @@ class Surroundings:
     def keep(self) -> "Kept":
         """Record the state before a forward."""
         modes = tuple(module.training for module in self._modules.values())
-        return Kept(self._modules, self._what, modes, self._generators(), self._changed.get(modes))
+        kept = Kept(self._modules, self._what, modes, self._generators(), self._changed.get(modes))
+        self._states.add(kept)
+        return kept
 
     def _generators(self) -> list[torch.Generator]:
         """Return the generators that are attributes of the modules; see the note."""
@@ -111,19 +116,25 @@ class Kept:
         self._lost: nn.Module | None = None
 
     def settle(self) -> set[str]:
-        """Drop unchanged state; return the names of modules whose buffers changed."""
+        """Drop copies of unchanged state; return the names of modules whose buffers changed."""
         changed = set()
-        for name, buffers in [*self._buffers.items()]:
+        for name, buffers in self._buffers.items():
             if any(version_of(one) != version for one, version in buffers.values()):
                 changed.add(name)
                 if name not in self._copies:
                     self._lost = self._modules[name]
             elif all(self._modules[name]._buffers.get(key) is one for key, (one, _) in buffers.items()):
-                del self._buffers[name]
                 self._copies.pop(name, None)
             else:
                 self._copies[name] = {key: one for key, (one, _) in buffers.items()}
         return changed
+
+    def preserve(self, written: Collection[int]) -> None:
+        """Copy the buffers of modules that this forward left alone, and of which some are about to be written."""
+        for name, buffers in self._buffers.items():
+            now = self._copies.get(name) or {key: one for key, (one, _) in buffers.items()}
+            if any(id(one) in written for one in now.values()):
+                self._copies[name] = {key: one.detach().clone() for key, one in now.items()}
 
     @contextmanager
     def restored(self) -> Iterator[None]:

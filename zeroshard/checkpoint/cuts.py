@@ -3,12 +3,12 @@
 Owns that arithmetic, and the exchange of whole rows before they are written. It must not know files or optimizers.
 
 Note: rows
-    A tensor that is split along a dimension is a list of rows, one for each index of the dimensions before it. A row
-    has one block of each rank along "tensor". A rank holds a range of its own blocks, so its elements are scattered
-    over the whole tensor in as many pieces as rows. Written like that, a checkpoint would have an entry for each row.
-    Ranks along "tensor" therefore exchange the rows of which they hold each block, and each writes an equal share of
-    whole rows. The incomplete rows at both ends of a range, and tensors of a single row, are written without an
-    exchange.
+    A tensor that is split along a dimension is a list of rows, one for each index of the dimensions before it and each
+    group of the dimension (`groups_of` in torch_private.py). A row has one block of each rank along "tensor". A rank
+    holds a range of its own blocks, so its elements are scattered over the whole tensor in as many pieces as rows.
+    Written like that, a checkpoint would have an entry for each row. Ranks along "tensor" therefore exchange the rows
+    of which they hold each block, and each writes an equal share of whole rows. The incomplete rows at both ends of a
+    range, and tensors of a single row, are written without an exchange.
 """
 
 import math
@@ -162,10 +162,11 @@ def cut_of(slot: Slot, order: tuple[int, ...], mesh: Mesh) -> Cut | None:
     split = next((at for at, dim in enumerate(dims) if whole[dim] != local[dim]), None)
     if split is None:
         return None
-    size, ranks = whole[dims[split]], mesh.tensor_ranks
+    groups, ranks = slot.form.groups, mesh.tensor_ranks
+    size = whole[dims[split]] // groups
     step, behind = -(-size // len(ranks)), math.prod(local[dim] for dim in dims[split + 1 :])
     blocks = tuple(min(step, size - at) * behind for at in range(0, step * len(ranks), step))
-    return Cut(math.prod(whole[dim] for dim in dims[:split]), blocks, ranks.index(mesh.rank))
+    return Cut(math.prod(whole[dim] for dim in dims[:split]) * groups, blocks, ranks.index(mesh.rank))
 
 
 def layouts_of(bucket: Bucket, mesh: Mesh) -> list[Layout]:

@@ -77,7 +77,10 @@ class Form(ABC):
             gradients.
         is_alike: whether the parameter is equal on the ranks along that axis; norms count it on the first rank.
         is_first: whether this rank is the first.
+        groups: number of groups of the split dimension, each of which all ranks along that axis have a block of.
     """
+
+    groups = 1
 
     def __init__(self, *, has_axis: bool = False, is_alike: bool = False, is_first: bool = True) -> None:
         self.has_axis, self.is_alike, self.is_counted = has_axis, is_alike, is_first or not is_alike

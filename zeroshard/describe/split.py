@@ -4,9 +4,11 @@ Owns the reading of DTensors that the engine (`parallel/tensor.py`) and predicti
 The import of torch's DTensor takes half a second, so this module does not import it before a DTensor exists.
 """
 
+from typing import Any
+
 from torch import Tensor, nn
 
-from zeroshard.torch_private import has_split, local_of
+from zeroshard.torch_private import groups_of, has_split, local_of
 
 __all__ = ["check_buffers", "check_placement", "like_split", "local_numel", "split_parameters"]
 
@@ -52,19 +54,25 @@ def check_placement(name: str, parameter: Tensor, ranks: int) -> None:
     Raises:
         ValueError: the DTensor has another placement.
     """
-    from torch.distributed.tensor import DTensor, Replicate, Shard
+    from torch.distributed.tensor import DTensor
 
     assert isinstance(parameter, DTensor)
-    (placement,) = parameter.placements
-    if type(placement) not in (Shard, Replicate):
-        raise ValueError(f"Parameter '{name}' has placement {placement}; supported placements are Shard and Replicate.")
-    if not isinstance(placement, Shard):
-        return
-    size = parameter.shape[placement.dim]
+    placement: Any = parameter.placements[0]
+    groups = groups_of(placement)
+    if not groups:
+        if placement.is_replicate():
+            return
+        raise ValueError(f"Parameter '{name}' has placement {placement}; zeroshard supports shards and replicas.")
+    dim, size = placement.dim, parameter.shape[placement.dim]
     step = -(-size // ranks)
-    if size and (without := ranks - -(-size // step)):
-        raise ValueError(
-            f"Parameter '{name}' {tuple(parameter.shape)} has no part for {without} of {ranks} ranks: torch gives "
-            f"each up to {step} of the {size} indices of dimension {placement.dim}. Remove the layer from the "
-            "parallelize plan, or split over fewer ranks."
-        )
+    if groups > 1 and size % (groups * ranks):
+        fault = f"has {size} indices of dimension {dim} in {groups} groups, which {ranks} ranks do not divide"
+    elif size and (without := ranks - -(-size // step)):
+        where = f"of the {size} indices of dimension {dim}"
+        fault = f"has no part for {without} of {ranks} ranks: torch gives each up to {step} {where}"
+    else:
+        return
+    raise ValueError(
+        f"Parameter '{name}' {tuple(parameter.shape)} {fault}. Remove the layer from the parallelize plan, or split "
+        "over fewer ranks."
+    )

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from zeroshard.describe.split import like_split
-from zeroshard.torch_private import has_split
+from zeroshard.torch_private import groups_of, has_split, parts_of_groups
 from zeroshard.values.materialize import Share
 
 __all__ = ["StandIns"]
@@ -81,13 +81,15 @@ def _plain(parameter: nn.Parameter) -> nn.Parameter:
 
 def _set_part(parameter: nn.Parameter, whole: torch.Tensor) -> None:
     """Make a DTensor on the meta device, in place, one with this rank's part of `whole`."""
-    from torch.distributed.tensor import DTensor, Shard  # half a second to import
+    from torch.distributed.tensor import DTensor  # half a second to import
 
     assert isinstance(parameter, DTensor)
     mesh, (placement,) = parameter.device_mesh, parameter.placements
-    if isinstance(placement, Shard):
+    if groups := groups_of(placement):
+        dim, ranks, rank = placement.dim % whole.ndim, mesh.size(), mesh.get_local_rank()  # type: ignore[attr-defined]
+        parts = whole.chunk(ranks, dim) if groups == 1 else parts_of_groups(whole, dim, groups, ranks)
         # Of whole rows a view, which needs no memory beside the whole.
-        whole = whole.chunk(mesh.size(), placement.dim)[mesh.get_local_rank()].contiguous()
+        whole = parts[rank].contiguous()
     made = nn.Parameter(like_split(whole, parameter), requires_grad=parameter.requires_grad)
     made.__dict__.update(parameter.__dict__)
     torch.utils.swap_tensors(parameter, made)

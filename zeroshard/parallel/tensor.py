@@ -22,7 +22,7 @@ from zeroshard.core.parameter import PlainForm, ReleasedParameter, ShardedParame
 from zeroshard.core.slot import Form
 from zeroshard.describe.split import check_buffers, check_placement
 from zeroshard.torch_checks import check_dtensor
-from zeroshard.torch_private import raw_local, set_local
+from zeroshard.torch_private import groups_of, raw_local, set_local
 from zeroshard.wire.mesh import Mesh
 
 __all__ = ["forms_of"]
@@ -76,6 +76,7 @@ class DTensorForm(Form):
     def __init__(self, parameter: DTensor, *, is_first: bool) -> None:
         is_alike = all(isinstance(one, Replicate) for one in parameter.placements)
         super().__init__(has_axis=True, is_alike=is_alike, is_first=is_first)
+        self.groups = max(1, *map(groups_of, parameter.placements))
         self._mesh, self._placements = parameter.device_mesh, parameter.placements
         self._shape, self._stride = parameter.shape, parameter.stride()
         self._guard: weakref.ref[Tensor] | None = None
@@ -122,7 +123,8 @@ class DTensorForm(Form):
         self._guard = weakref.ref(parameter)
         joined = self.join(part.detach())
         parameter.data = joined  # sets only the dtype
-        set_local(parameter, part, joined)
+        # The local tensor counts its own changes, as `.data` of a plain parameter does: a gather writes the bucket.
+        set_local(parameter, part.data, joined)
 
 
 def forms_of(model: nn.Module, mesh: Mesh) -> dict[int, Form]:

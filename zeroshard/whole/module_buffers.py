@@ -36,6 +36,8 @@ from zeroshard.wire.comm import Comm, unexpanded
 __all__ = ["follow_buffers"]
 
 Tensor = torch.Tensor
+Place = tuple[str, nn.Module, str]
+Preserve = Callable[[Sequence[Tensor]], None]
 STATISTICS = "running_mean"
 """The buffer of a module whose kernels change buffers without counting versions."""
 NEUTRAL = 1 << 40
@@ -45,14 +47,14 @@ TRAINED = "a training forward of a model with buffers (every rank makes one, or 
 """Where a rank waits for others after a forward that some may not have made."""
 
 
-def follow_buffers(described: Described, comm: Comm, votes: Votes) -> Followed:
+def follow_buffers(described: Described, comm: Comm, votes: Votes, preserve: Preserve) -> Followed:
     """Return what ranks do with the buffers of a model."""
     how, ranks = described.settings.buffers, len(described.mesh.data_ranks)
     places = [] if how == "own" or ranks == 1 else [*_places_of(described.model, described.ignored)]
-    return Following(comm, votes, places, is_mean=how == "mean") if places else OwnBuffers()
+    return Following(comm, votes, preserve, places, is_mean=how == "mean") if places else OwnBuffers()
 
 
-def _places_of(model: nn.Module, ignored: Collection[int]) -> Iterator[tuple[str, nn.Module, str]]:
+def _places_of(model: nn.Module, ignored: Collection[int]) -> Iterator[Place]:
     """Yield name, module and key of each buffer, without those of modules all of whose parameters are ignored."""
     apart: set[nn.Module] = set()
     for module in model.modules():
@@ -69,14 +71,13 @@ class Following:
     """The buffers of all ranks follow those of the first rank of the data-parallel axes.
 
     Args:
+        preserve: called before buffers are written.
         places: name, module and key of each buffer.
         is_mean: whether floating-point buffers follow the mean over these ranks.
     """
 
-    def __init__(
-        self, comm: Comm, votes: Votes, places: Sequence[tuple[str, nn.Module, str]], *, is_mean: bool
-    ) -> None:
-        self._comm, self._votes, self._places, self._is_mean = comm, votes, places, is_mean
+    def __init__(self, comm: Comm, votes: Votes, preserve: Preserve, places: Sequence[Place], *, is_mean: bool) -> None:
+        self._comm, self._votes, self._preserve, self._places, self._is_mean = comm, votes, preserve, places, is_mean
         parts = comm.mesh.tensor_ranks
         self._part, self._parts = parts.index(comm.mesh.rank), len(parts)
         self._seen: list[tuple[Callable[[], Tensor | None], int]] = [self._look(place) for place in range(len(places))]
@@ -203,6 +204,7 @@ class Following:
 
     def _write(self, buffers: Sequence[tuple[int, Tensor]], rows: Sequence[Tensor]) -> None:
         """Write the mean of the messages of some ranks to buffers; by dtype, so that there are few launches."""
+        self._preserve([one for _, one in buffers])
         start, by_dtype = 0, dict[torch.dtype, tuple[list[Tensor], list[Tensor]]]()
         for place, one in buffers:
             values = [row[start : start + one.nbytes].view(one.dtype).view(one.shape) for row in rows]

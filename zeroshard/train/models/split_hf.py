@@ -24,16 +24,20 @@ _DIMENSIONS: Final = MappingProxyType(
         "colwise": -2,
         "colwise_gather_output": -2,
         "colwise_rep": -2,
+        "packed_colwise": -2,
         "rowwise": -1,
         "rowwise_rep": -1,
         "rowwise_split_input": -1,
+        "packed_rowwise": -1,
         "embedding_rowwise": 0,
         "embedding_colwise": 1,
     }
 )
 """The dimension of a matrix that each style splits."""
+_GROUPS: Final = MappingProxyType({"packed_colwise": 2, "packed_rowwise": 2})
+"""Groups of that dimension, each of which every rank has a block of: the gate and the up projection in one weight."""
 _SUMMED: Final = "replicated_with_grad_allreduce"
-_STYLES: Final = frozenset([*_DIMENSIONS, _SUMMED, "replicate", "all_reduce"])
+_STYLES: Final = frozenset([*_DIMENSIONS, _SUMMED, "replicate", "all_reduce", "moe_tp_experts"])
 _KEYS: Final = ("k_proj", "qkv_proj", "query_key_value")
 RANDOM: Final = re.compile(r"drop|jitter")
 """Settings of a configuration that draw numbers in a forward."""
@@ -90,11 +94,13 @@ def _resolve(model: Any, tensor: int) -> Mapping[str, str]:
 def _check_sizes(model: nn.Module, plan: Mapping[str, str], tensor: int, otherwise: str) -> Mapping[str, str]:
     """Return the plan, if ranks have equal parts of all parameters."""
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        dimension = _DIMENSIONS.get(plan.get(name, ""))
-        if dimension is not None and parameter.ndim > 1 and parameter.shape[dimension] % tensor:
+        style = plan.get(name, "")
+        dimension, groups = _DIMENSIONS.get(style), _GROUPS.get(style, 1)
+        if dimension is not None and parameter.ndim > 1 and parameter.shape[dimension] % (tensor * groups):
             raise ValueError(
-                f"run.tensor={tensor} does not divide the {parameter.shape[dimension]:,} "
-                f"{'rows' if dimension in (-2, 0) else 'columns'} of '{name}' {tuple(parameter.shape)}; {otherwise}"
+                f"run.tensor={tensor} does not divide {f'each of {groups} equal groups of ' if groups > 1 else ''}"
+                f"the {parameter.shape[dimension]:,} {'rows' if dimension in (-2, 0) else 'columns'} of '{name}' "
+                f"{tuple(parameter.shape)}; {otherwise}"
             )
     return plan
 
