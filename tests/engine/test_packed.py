@@ -93,6 +93,25 @@ def test_training_equals_a_single_process(sizes: tuple[int, int]) -> None:
             assert_same(expected.values, trained.values, f"rank {rank}, {case}", relative=1e-5)
 
 
+def write_whole(stage: int) -> list[Tensor]:
+    """Change plain whole values, and return what the parameter has then, and what it should have."""
+    mesh, model = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tensor")), build()
+    expected = model[0][0].into.detach().clone() * torch.arange(1, 9)[:, None]
+    split_packed(model[0][0], mesh["tensor"])
+    zero = zs.shard(model, stage=stage, mesh=mesh, settings=zs.Settings(watchdog_s=WATCHDOG_S))
+    with zero.gathered(whole=True, writeback=True), torch.no_grad():
+        assert not isinstance(model[0][0].into, DTensor)
+        model[0][0].into.mul_(torch.arange(1, 9)[:, None])
+    with zero.gathered():
+        return [whole(model[0][0].into), expected]
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_whole_values_are_read_and_written(stage: int) -> None:
+    for found, expected in run_ranks(write_whole, 4, stage, timeout_s=TIMEOUT_S):
+        assert torch.equal(found, expected)
+
+
 def refuse() -> str:
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("shard", "tensor"))
     model = nn.Linear(WIDTH, 6, bias=False)
