@@ -176,6 +176,7 @@ def _overflow(outer: str, stage: int) -> Iterator[tuple[bool, bool, float]]:
         yield stayed, moved, halved / scale
 
 
+@pytest.mark.rotates
 def test_an_overflow_on_one_rank_skips_the_step_on_all() -> None:
     cases = third([(outer, stage) for stage in (3, 0, 1, 2) for outer in OUTER])
     for found in run_ranks(overflow, WORLD, cases, timeout_s=TIMEOUT_S):
