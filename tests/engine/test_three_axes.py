@@ -126,6 +126,7 @@ def alone(places: int) -> dict[str, Any]:
     return {"losses": losses, "norms": norms, "values": {name: whole(p) for name, p in model.named_parameters()}}
 
 
+@pytest.mark.timeout(2 * TIMEOUT_S)
 def test_training_equals_a_single_process() -> None:
     cases = third([(outer, stage) for stage in (3, 0, 2, 1) for outer in OUTER])
     expected = {outer: alone(4 if outer == "replicate" else 2) for outer in OUTER}
@@ -177,6 +178,7 @@ def _overflow(outer: str, stage: int) -> Iterator[tuple[bool, bool, float]]:
 
 
 @pytest.mark.rotates
+@pytest.mark.timeout(2 * TIMEOUT_S)
 def test_an_overflow_on_one_rank_skips_the_step_on_all() -> None:
     cases = third([(outer, stage) for stage in (3, 0, 1, 2) for outer in OUTER])
     for found in run_ranks(overflow, WORLD, cases, timeout_s=TIMEOUT_S):
