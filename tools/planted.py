@@ -846,6 +846,13 @@ ENGINE = (
         f"{_BUFFERS}::test_evaluation_equals_ddps_on_every_rank[one]",
     ),
     Bug(
+        "a recomputed call does not keep its unit",
+        "core/engine.py",
+        "if not unit.calls and not unit.recomputed:",
+        "if not unit.calls:",
+        "tests/activations/test_parity.py::test_backwards_may_follow_later_forwards[recompute-sqrt]",
+    ),
+    Bug(
         "recomputations read the buffers of a later forward",
         "whole/module_buffers.py",
         "self._preserve([one for _, one in buffers])",
@@ -913,6 +920,13 @@ ROOMS = (
         """{store.add(f'{name}/{own}', 1)}""",
         """{len(all_groups())}""",
         f"{_DOMAINS}::test_a_process_may_train_models_with_several_others",
+    ),
+    Bug(
+        "norms count what ranks along tensor have alike on each",
+        "core/slot.py",
+        "is_first or not is_alike",
+        "True",
+        f"{_ENGINE}/test_tensor_axis.py::test_norms_count_what_is_split_over_all_ranks_and_what_is_alike_once",
     ),
     Bug(
         "a norm of one place of a pipe",

@@ -217,6 +217,41 @@ def test_outputs_may_be_changed_in_place_and_backward_repeated(activations: Any)
     assert_matches(between_script, 2, STAGES, {"activations": activations})
 
 
+class Again(nn.Module):
+    """A stack that runs each block twice in a row, as models do that share layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.blocks = nn.Linear(5, WIDTH), nn.ModuleList(models.Block() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(block(x))
+        return x[:, :3]
+
+
+def later_script(run: Run) -> None:
+    """Make the forwards of all micro-batches before the first backward."""
+    model = models.build(Again)
+    run.shard(model, models.adamw(model), units=[models.Block])
+    for step in range(2):
+        losses = [models.stack_loss(model, 3 * step + part, run.rank) for part in range(3)]
+        for loss in losses:
+            run.backward(loss)
+            run.record(loss=loss)
+        run.optimizers[0].step()
+        run.optimizers[0].zero_grad()
+
+
+@pytest.mark.product
+@pytest.mark.parametrize("activations", ["recompute-sqrt", "recompute", zs.Recomputed(every=8)])
+def test_backwards_may_follow_later_forwards(activations: Any) -> None:
+    """The second backward of two forwards must not release a unit whose earlier call is recomputed already."""
+    for shared_memory in (False, True):
+        assert_matches(later_script, 2, STAGES, {"activations": activations, "shared_memory": shared_memory})
+
+
 @pytest.mark.parametrize("activations", ["recompute", zs.Recomputed(every=2), "compress"])
 def test_a_graph_that_nobody_wants_leaves_nothing(activations: Any) -> None:
     model = models.build(models.Stack)

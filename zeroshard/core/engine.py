@@ -217,7 +217,7 @@ class Engine(Ending):
             frame.taken.append(number)
         if is_recompute:
             for number in units:
-                self.units[number].is_recomputed = True
+                self.units[number].recomputed += 1
         elif has_grad:
             self.flights.use(units)
             for number in hint_end(inputs, units, self._end_units):
@@ -422,7 +422,7 @@ class Engine(Ending):
             unit.copy_arrived()
             self.order.land(unit.number)
             is_trained_whole = unit.landed == len(unit.parameters)
-            if self.is_sharded and is_trained_whole and not unit.has_end_hint and not unit.is_recomputed:
+            if self.is_sharded and is_trained_whole and not unit.has_end_hint and not unit.recomputed:
                 self.order.leave(unit.number)
 
     @alone
@@ -436,8 +436,9 @@ class Engine(Ending):
         self._enter_backward()
         for number in units:
             unit = self.units[number]
-            unit.calls = max(0, unit.calls - 1)
-            if not unit.calls:
+            # A backward forgets the calls of all forwards before it.
+            unit.calls, unit.recomputed = max(0, unit.calls - 1), max(0, unit.recomputed - 1)
+            if not unit.calls and not unit.recomputed:
                 if unit.landed and not unit.has_all_landed() and unit.is_complete():
                     self.order.land(number)
                 self.order.leave(number)

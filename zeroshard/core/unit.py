@@ -113,7 +113,8 @@ class Unit:
         self.is_read_outside = False
         """Whether code outside its modules has read its parameters, which keeps it gathered to the end of the pass."""
         self.has_end_hint = False
-        self.is_recomputed = False
+        self.recomputed = 0
+        """Number of recomputed calls, of which the graph has plain views of parameters, before the end of each."""
         self.loss_scale: LossScale | None = None
         self.look: Callable[[Iterable[Tensor]], list[Any]]
         """Checks sums of gradients for a loss scale."""
@@ -345,7 +346,7 @@ class Unit:
         """Reset the state of one backward pass."""
         self.copy_arrived()
         self.landed = 0
-        self.has_end_hint = self.is_recomputed = False
+        self.has_end_hint, self.recomputed = False, 0
 
 
 def will_get_gradient(parameter: Tensor) -> bool:
