@@ -88,7 +88,8 @@ class Run:
                 parallelize_module(block, mesh["tensor"], plan)
             split_packed(self.model[2], mesh["tensor"])
         self.optimizer = OPTIMIZERS[kind](self.model.parameters())
-        settings = zs.Settings(watchdog_s=WATCHDOG_S, **options.pop("settings", {}))
+        # Each run makes process groups of its own, which takes seconds after a hundred of them.
+        settings = zs.Settings(watchdog_s=6 * WATCHDOG_S, **options.pop("settings", {}))
         self.zero = zs.shard(self.model, self.optimizer, stage=stage, mesh=mesh, settings=settings, **options)
 
     def train(self, steps: range) -> list[float]:

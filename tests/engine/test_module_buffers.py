@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import zeroshard as zs
 from tests.rotation import third
-from zeroshard.testing import run_ranks
+from zeroshard.testing import RankFailure, run_ranks
 
 from ..oracle import STAGES, assert_same, randn, run_cases
 
@@ -179,22 +179,39 @@ def test_a_recomputation_changes_no_buffer() -> None:
             assert_same(kept, again, f"stage {stage}")
 
 
+class Moving(nn.Module):
+    """A block that reads a buffer, whose values its training changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            with torch.no_grad():
+                self.mean.lerp_(x.mean(0), 0.3)
+        return torch.tanh(self.linear(x + torch.tanh(self.mean)))
+
+
 def read_later(stage: int, how: str) -> list[dict[str, Any]]:
     """Train with forwards in evaluation mode; the second takes others' buffers before the backward of the first."""
     found = []
     for activations in (None, "recompute"):
-        made = make((stage, True), build(), settings={"buffers": how}, activations=activations)
+        torch.manual_seed(0)
+        model = nn.Sequential(*(Moving() for _ in range(3)), nn.Linear(WIDTH, 2))
+        made = make((stage, True), model, settings={"buffers": how}, activations=activations)
         rank = torch.distributed.get_rank()
         with made.zero.no_sync():
             made.call(inputs(0, rank)).square().mean().backward()
         made.model[0].eval()
-        made.model[2].norm.eval()
         losses = [made.call(inputs(step, rank)).square().mean() for step in (1, 2)]
         for loss in losses:
             loss.backward()
         made.optimizer.step()
         with made.zero.gathered():
-            found.append({**values(made.model), "losses": torch.stack(losses).detach()})
+            whole = {name: one.detach().clone() for name, one in model.named_parameters()}
+            found.append({**values(model), **whole, "losses": torch.stack(losses).detach()})
     return found
 
 
@@ -204,6 +221,24 @@ def test_recomputations_read_what_their_forward_read() -> None:
     for case, ranks in run_cases(read_later, 2, cases, timeout_s=60.0).items():
         for kept, again in ranks:
             assert_same(kept, again, str(case))
+
+
+def overwritten(stage: int) -> None:
+    """Let ranks exchange statistics between a forward that reads them and its backward."""
+    made, rank = make((stage, True), build()), torch.distributed.get_rank()
+    with torch.no_grad():
+        made.call(inputs(0, rank))
+    for block in made.model[:3]:
+        block.norm.eval()
+    losses = [made.call(inputs(step, rank)).square().mean() for step in (1, 2)]
+    for loss in losses:
+        loss.backward()
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_statistics_that_a_backward_reads_are_not_overwritten_silently(stage: int) -> None:
+    with pytest.raises(RankFailure, match="modified by an inplace operation"):
+        run_ranks(overwritten, 2, stage, timeout_s=60.0)
 
 
 class Branch(nn.Module):

@@ -216,8 +216,11 @@ class Following:
             foreach_copy_(targets, sources)
 
     def _target(self, place: int, buffer: Tensor) -> Tensor:
-        """Return the tensor to write to: without a new version for statistics, which no backward after them reads."""
-        return buffer.data if place in self._silent else buffer
+        """Return the tensor to write to: without a new version for statistics that no backward reads.
+
+        In evaluation mode a backward reads them, and must raise.
+        """
+        return buffer.data if place in self._silent and self._places[place][1].training else buffer
 
     def _note_modes(self) -> None:
         self._trained.update(module for module in self._modules if module.training)
