@@ -32,7 +32,7 @@ from benchmarks.report import aligned, ratio_of_medians
 from zeroshard.testing import run_ranks
 from zeroshard.train.models.gpt import GPT, GPTConfig
 
-__all__ = ["CONTESTANTS", "compare", "main"]
+__all__ = ["CONTESTANTS", "compare", "main", "start"]
 
 Step = Callable[[Tensor, Tensor], Tensor]
 BASE: Final = "FSDP2"

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import zeroshard as zs
+from tests.engine.test_tensor_axis import whole
 from tests.oracle import STAGES, TIMEOUT_S, WATCHDOG_S, assert_same, randn
 from tests.packed import Packed, split_packed
 from tests.rotation import third
@@ -34,10 +35,6 @@ class Trained:
     norms: list[float]
     values: dict[str, Tensor]
     """By name, parameters; by name and key, states."""
-
-
-def whole(tensor: Tensor) -> Tensor:
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
 def values_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
