@@ -158,7 +158,8 @@ def call_after_backward(call: Callable[[], None]) -> None:
 
 def accumulator_of(parameter: Tensor) -> Any:
     """Return the node that accumulates the parameter's gradient; torch creates a new node if no graph holds one."""
-    with torch.enable_grad(), NoSubclasses():
+    # A view that DTensor makes would read, and so gather, the values of a released parameter.
+    with torch.enable_grad(), NoSubclasses(), torch._C._DisableTorchDispatch():
         return nodes_before(parameter.view_as(parameter).grad_fn)[0]
 
 
