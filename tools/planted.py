@@ -860,6 +860,13 @@ ENGINE = (
         f"{_BUFFERS}::test_recomputations_read_what_their_forward_read",
     ),
     Bug(
+        "statistics that a backward reads follow before the next forward",
+        "whole/module_buffers.py",
+        "frozenset(() if is_step else filter(self._is_read, changed))",
+        "frozenset()",
+        f"{_BUFFERS}::test_statistics_that_a_backward_reads_follow_at_the_step",
+    ),
+    Bug(
         "statistics under other names are not looked for",
         "whole/module_buffers.py",
         "self._silent.add(place)",

@@ -13,7 +13,7 @@ import zeroshard as zs
 from tests.rotation import third
 from tools.programs.draw import draw, draw_pair, with_faults, with_offload
 from tools.programs.job import run_oracle, run_plain
-from tools.programs.ranks import BAD, Task, examine, judge, work
+from tools.programs.ranks import BAD, Task, _verdict_of_errors, examine, judge, work
 from tools.programs.wide import FEATURES, draw_wide, with_untreated
 from tools.programs.write import script_of
 from zeroshard.core.grads import FlatGradients, Local
@@ -118,6 +118,17 @@ def test_rounding_is_no_difference_where_a_program_carries_it_as_far_in_plain_to
     name = next(iter(found["parameters"]))
     found["parameters"][name] = found["parameters"][name] * 1.01
     assert judge([spec], [[found]]).kind == "wrong"
+
+
+@pytest.mark.rotates
+@pytest.mark.timeout(120)
+def test_gradients_that_are_not_finite_are_no_fault_where_plain_torch_overflows() -> None:
+    # Its losses are 0.3, 2.6, 9.6, 7.5e6 and 5.3e28.
+    spec = draw_wide(7006276, 2)
+    (verdict,) = examine([[spec]], 2)
+    assert (verdict.kind, "The gradient of 'stem.weight' is not finite" in verdict.text) == ("diverging", True)
+    # Of a program that plain torch trains, the same error is a fault.
+    assert _verdict_of_errors([verdict.text], draw_wide(417, 2)).kind != "diverging"
 
 
 @pytest.mark.rotates

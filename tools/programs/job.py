@@ -367,7 +367,7 @@ class Buffers:
 
     Buffers are due after a forward in training mode with gradients and after a backward, both outside `no_sync()`. They
     follow before the next forward, at a step, and where values are read or saved; after forwards alone only if the last
-    step changed any.
+    step changed any. Those of a norm in evaluation mode, which a backward may read, do not follow before a forward.
 
     Args:
         rule: what processes do with them: "rank 0" (all take those of the first), "mean" (all take the mean, and of
@@ -434,7 +434,7 @@ class Buffers:
     def step(self) -> None:
         """Let buffers follow at a step."""
         if self._is_due and (self._is_told or not self._is_calm):
-            self._is_calm = not self._follow()
+            self._is_calm = not self._follow(is_step=True)
 
     def meet(self) -> None:
         """Let buffers follow where ranks meet."""
@@ -454,13 +454,13 @@ class Buffers:
     def _begin_forward(self) -> None:
         if self._forwards % self._processes == 0:
             if self._is_due and (self._is_told or not self._is_calm):
-                self._follow()
+                self._follow(is_step=False)
             if torch.is_grad_enabled() and self._modes.training and not self._is_unequal:
                 self._is_due, self._is_told = True, False
         self._forwards += 1
 
     @torch.inference_mode(mode=False)
-    def _follow(self) -> bool:
+    def _follow(self, *, is_step: bool) -> bool:
         """Have all processes take the same values; tell whether any had changed."""
         self._is_due = self._is_told = False
         if self._rule == "own" or not self._places or self._processes == 1:
@@ -470,11 +470,13 @@ class Buffers:
         is_changed = any(not torch.equal(*both) for one in pairs for both in zip(*one, strict=True))
         is_changed |= any(module.training for module, name in self._places if name == "running_mean")
         for at, values in enumerate(zip(*self._sets, strict=True)):
+            module = self._places[at][0]
+            if not is_step and not module.training and "running_mean" in module._buffers:
+                continue
             is_averaged = self._rule == "mean" and values[0].is_floating_point()
             value = torch.stack(values).mean(0) if is_averaged else values[0]
-            for of_process in self._sets:
-                of_process[at] = value.clone()
-        self._equal = [[value.clone() for value in of_process] for of_process in self._sets]
+            for of_process, equal in zip(self._sets, self._equal, strict=True):
+                of_process[at], equal[at] = value.clone(), value.clone()
         self._put(self._at)
         return is_changed
 

@@ -65,8 +65,10 @@ ROUGH = 32
 BAD = ("wrong", "bits", "error", "hang", "crash", "invalid")
 """Verdicts that are somebody's fault: zeroshard's, or, if "invalid", the drawing's."""
 AMPLIFIED = 4.0
-"""Times as far from fp64 as plain torch in fp32 is may ranks be where that is beyond the tolerance: such a program
-diverges, and carries its rounding far; a sum that is wrong by one term is a thousand times as far."""
+"""Times as far from fp64 as plain torch in fp32 is may ranks be beyond the tolerance: such a program diverges, and
+carries its rounding far; a sum that is wrong by one term is a thousand times as far."""
+NOT_FINITE = "is not finite; nothing was changed"
+"""What zeroshard says of gradients, rightly where plain torch in fp32 trains to values that are not finite either."""
 ROUNDING = 1e-6
 """Differences of a pair below this are of the order of a sum ("bits"), above they are of its terms ("wrong")."""
 
@@ -110,7 +112,7 @@ def work(tasks: Sequence[tuple[int, Task]], folder: str) -> None:
             if any(texts):
                 if rank == 0:
                     reasons = sorted(map(reason_of, texts))
-                    _write(verdicts, number, replace(_verdict_of_errors(texts), digest=_digest(reasons)))
+                    _write(verdicts, number, replace(_verdict_of_errors(texts, task[0]), digest=_digest(reasons)))
                 if len(set(map(reason_of, texts))) > 1:
                     _judge(waiting, verdicts)
                     return
@@ -158,10 +160,14 @@ def _all_texts(text: str) -> list[str]:
     return texts
 
 
-def _verdict_of_errors(texts: Sequence[str]) -> Verdict:
+def _verdict_of_errors(texts: Sequence[str], spec: Spec) -> Verdict:
+    raised = [text for text in texts if text]
+    is_overflow = spec["dtype"] == "float32" and all(NOT_FINITE in text for text in raised)
+    if is_overflow and not all(value.isfinite().all() for value in run_plain(spec)["parameters"].values()):
+        return Verdict("diverging", raised[0])
     if not all(texts):
         which = [rank for rank, text in enumerate(texts) if text]
-        return Verdict("error", f"only ranks {which} raise: {next(text for text in texts if text)}")
+        return Verdict("error", f"only ranks {which} raise: {raised[0]}")
     named = ("RuntimeError", "ValueError", "TypeError", "RankMismatchError")
     is_waiting = any("while it waited for" in text for text in texts)
     if is_waiting:
@@ -245,7 +251,7 @@ def judge(task: Task, found: Sequence[Sequence[dict[str, Any]]]) -> Verdict:
     assert wrong is not None
     if not is_rounded and spec["dtype"] == "float32":
         _, plain = first_difference(expected, run_plain(spec), tolerance)
-        if plain > tolerance and wrong.error * tolerance <= AMPLIFIED * plain:
+        if wrong.error * tolerance <= AMPLIFIED * plain:
             return Verdict("diverging", wrong.text, wrong.error)
     if (codes := _lossy_of(spec)) and math.isfinite(wrong.error):
         exact = run_oracle(spec)

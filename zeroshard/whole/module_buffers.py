@@ -6,7 +6,7 @@ Note: DistributedDataParallel's values, earlier
     DistributedDataParallel broadcasts all buffers before a forward that follows a training forward outside `no_sync()`.
     Here only changed buffers are sent, and as early as at the step, so that evaluation, checkpoints and `gathered()`
     find equal values and send nothing. They are written before a forward or a step, never inside a backward, which may
-    read them.
+    read them; statistics of norms in evaluation mode, which the backward of an earlier forward may read, at the step.
 Note: which buffers
     A change is another object or another version. The kernels of batch norms leave versions alone, so the buffers of a
     module that has statistics count as changed if it is, or was at a forward, in training mode, or if one of them has
@@ -98,6 +98,8 @@ class Following:
         """Values of what may be statistics under other names, until a module has trained, or a change was counted."""
         self._changed: frozenset[int] = frozenset()
         """What the last digest was computed from."""
+        self._left: frozenset[int] = frozenset()
+        """Buffers that keep this rank's values until the step."""
         self._agreed: frozenset[int] = frozenset()
         """Buffers that votes have named since ranks had equal values; equal on all ranks, as what follows."""
         self._is_due = False
@@ -146,7 +148,7 @@ class Following:
     def begin_forward(self, *, is_followed: bool) -> None:
         """See `Followed`."""
         if self._is_due and (self._is_told or not self._is_calm):
-            self._follow(f"a forward after {TRAINED}")
+            self._follow(f"a forward after {TRAINED}", is_step=False)
         self._note_modes()
         if is_followed:
             self._is_due, self._is_told = True, False
@@ -154,10 +156,12 @@ class Following:
     def settle(self) -> None:
         """See `Followed`."""
         if self._is_due and (self._is_told or not self._is_calm):
-            self._is_calm = not self._follow(f"a step after {TRAINED}")
+            self._is_calm = not self._follow(f"a step after {TRAINED}", is_step=True)
 
-    def _follow(self, place: str) -> bool:
+    def _follow(self, place: str, *, is_step: bool) -> bool:
         """Take the values of the first rank, and return whether there were changes.
+
+        Before the step, statistics of norms in evaluation mode stay: the backward of a forward may still read them.
 
         Collective: without a backward since the changes, an all-reduce of 40 bytes; for each kind of device with
             changes a broadcast, or an all-gather for means.
@@ -167,6 +171,7 @@ class Following:
             self.agree([] if told.least == told.greatest else self._comm.agree(self.numbers(), WHAT))
         self._votes.read()
         changed, self._agreed, self._is_due, self._is_told = sorted(self._agreed), frozenset(), False, False
+        self._left = frozenset(() if is_step else filter(self._is_read, changed))
         buffers = [(place, one) for place in changed if (one := self._buffer(place)) is not None]
         for is_on_host in (False, True):
             here = [(place, one) for place, one in buffers if (one.device.type == "cpu") is is_on_host]
@@ -176,8 +181,8 @@ class Following:
                 chosen = [pair for pair in here if (self._is_mean and pair[1].is_floating_point()) is is_mean]
                 if chosen:
                     self._send(chosen, is_mean=is_mean)
-        self._accept(changed)
-        self._trained.clear()
+        self._accept(place for place in changed if place not in self._left)
+        self._trained = {self._places[place][1] for place in self._left}
         return bool(changed)
 
     def _send(self, buffers: Sequence[tuple[int, Tensor]], *, is_mean: bool) -> None:
@@ -209,18 +214,18 @@ class Following:
         for place, one in buffers:
             values = [row[start : start + one.nbytes].view(one.dtype).view(one.shape) for row in rows]
             start += one.nbytes
-            targets, sources = by_dtype.setdefault(one.dtype, ([], []))
-            targets.append(unexpanded(self._target(place, one), one.stride()))
-            sources.append(unexpanded(values[0] if len(rows) == 1 else _mean(values), one.stride()))
+            if place not in self._left:
+                targets, sources = by_dtype.setdefault(one.dtype, ([], []))
+                # No backward reads statistics of norms in training mode; others' new version lets a backward raise.
+                target = one.data if place in self._silent and not self._is_read(place) else one
+                targets.append(unexpanded(target, one.stride()))
+                sources.append(unexpanded(values[0] if len(rows) == 1 else _mean(values), one.stride()))
         for targets, sources in by_dtype.values():
             foreach_copy_(targets, sources)
 
-    def _target(self, place: int, buffer: Tensor) -> Tensor:
-        """Return the tensor to write to: without a new version for statistics that no backward reads.
-
-        In evaluation mode a backward reads them, and must raise.
-        """
-        return buffer.data if place in self._silent and self._places[place][1].training else buffer
+    def _is_read(self, place: int) -> bool:
+        """Return whether backwards read a buffer: the statistics of a norm in evaluation mode."""
+        return place in self._silent and not self._places[place][1].training
 
     def _note_modes(self) -> None:
         self._trained.update(module for module in self._modules if module.training)
