@@ -256,6 +256,30 @@ def test_statistics_that_a_backward_reads_follow_at_the_step(stage: int) -> None
     assert not torch.equal(kept[0][1]["running_mean"], kept[1][1]["running_mean"])
 
 
+def left_behind(writes: bool) -> dict[str, Tensor]:
+    """Let a forward in evaluation mode take others' statistics, and read them where ranks meet next."""
+    made, rank = make((3, True), build()), torch.distributed.get_rank()
+    made.call(inputs(0, rank))
+    for block in made.model[:3]:
+        block.norm.eval()
+    with torch.no_grad():
+        made.call(inputs(1, rank))
+        for block in made.model[:3] if writes else ():
+            block.norm.running_mean.add_(1.0)
+    with made.zero.gathered():
+        return {name: one for name, one in values(made.model).items() if "norm" in name}
+
+
+def test_what_waits_for_the_step_is_written_where_values_are_read() -> None:
+    first, second = run_ranks(left_behind, 2, False, timeout_s=60.0)
+    assert_same(first, second, "between ranks")
+    own, other = run_ranks(left_behind, 2, True, timeout_s=60.0)
+    name = "0.norm.running_mean"
+    torch.testing.assert_close(own[name], first[name] + 1.0)
+    # What user code wrote in between is not lost; it follows at a step.
+    assert not torch.equal(other[name], first[name])
+
+
 class Branch(nn.Module):
     """A model of which only the first rank runs the second norm."""
 

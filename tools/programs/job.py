@@ -367,7 +367,7 @@ class Buffers:
 
     Buffers are due after a forward in training mode with gradients and after a backward, both outside `no_sync()`. They
     follow before the next forward, at a step, and where values are read or saved; after forwards alone only if the last
-    step changed any. Those of a norm in evaluation mode, which a backward may read, do not follow before a forward.
+    step changed any. A norm in evaluation mode, whose statistics a backward may read, has the new ones at the step.
 
     Args:
         rule: what processes do with them: "rank 0" (all take those of the first), "mean" (all take the mean, and of
@@ -383,6 +383,8 @@ class Buffers:
         self._starts: list[Tensor] = []
         self._equal: list[list[Tensor]] = []
         """Values of each process when they last followed."""
+        self._left: dict[int, Tensor] = {}
+        """Values, by place, that follow at the next step."""
         self._modes: nn.Module
         self._at, self._forwards = 0, 0
         self._is_unequal = self._is_due = self._is_told = self._is_calm = False
@@ -434,7 +436,8 @@ class Buffers:
     def step(self) -> None:
         """Let buffers follow at a step."""
         if self._is_due and (self._is_told or not self._is_calm):
-            self._is_calm = not self._follow(is_step=True)
+            self._is_calm = not self._follow()
+        self._write_left()
 
     def meet(self) -> None:
         """Let buffers follow where ranks meet."""
@@ -454,13 +457,13 @@ class Buffers:
     def _begin_forward(self) -> None:
         if self._forwards % self._processes == 0:
             if self._is_due and (self._is_told or not self._is_calm):
-                self._follow(is_step=False)
+                self._follow()
             if torch.is_grad_enabled() and self._modes.training and not self._is_unequal:
                 self._is_due, self._is_told = True, False
         self._forwards += 1
 
     @torch.inference_mode(mode=False)
-    def _follow(self, *, is_step: bool) -> bool:
+    def _follow(self) -> bool:
         """Have all processes take the same values; tell whether any had changed."""
         self._is_due = self._is_told = False
         if self._rule == "own" or not self._places or self._processes == 1:
@@ -471,14 +474,29 @@ class Buffers:
         is_changed |= any(module.training for module, name in self._places if name == "running_mean")
         for at, values in enumerate(zip(*self._sets, strict=True)):
             module = self._places[at][0]
-            if not is_step and not module.training and "running_mean" in module._buffers:
-                continue
             is_averaged = self._rule == "mean" and values[0].is_floating_point()
             value = torch.stack(values).mean(0) if is_averaged else values[0]
+            self._left.pop(at, None)
+            if not module.training and "running_mean" in module._buffers:
+                self._left[at] = value
+                continue
             for of_process, equal in zip(self._sets, self._equal, strict=True):
                 of_process[at], equal[at] = value.clone(), value.clone()
         self._put(self._at)
         return is_changed
+
+    @torch.inference_mode(mode=False)
+    def _write_left(self) -> None:
+        """Write what waited for the step, unless the norm has trained since."""
+        left = {at: value for at, value in self._left.items() if not self._places[at][0].training}
+        if left:
+            self._sets[self._at] = self._values()
+        for at, value in left.items():
+            for values in (*self._sets, *self._equal):
+                values[at] = value.clone()
+        if left:
+            self._put(self._at)
+        self._left.clear()
 
     @torch.inference_mode(mode=False)
     def _begin_equal(self, values: Sequence[Tensor]) -> None:

@@ -98,8 +98,8 @@ class Following:
         """Values of what may be statistics under other names, until a module has trained, or a change was counted."""
         self._changed: frozenset[int] = frozenset()
         """What the last digest was computed from."""
-        self._left: frozenset[int] = frozenset()
-        """Buffers that keep this rank's values until the step."""
+        self._left: dict[int, Tensor] = {}
+        """Values for buffers that backwards may still read: the statistics of norms in evaluation mode."""
         self._agreed: frozenset[int] = frozenset()
         """Buffers that votes have named since ranks had equal values; equal on all ranks, as what follows."""
         self._is_due = False
@@ -148,7 +148,7 @@ class Following:
     def begin_forward(self, *, is_followed: bool) -> None:
         """See `Followed`."""
         if self._is_due and (self._is_told or not self._is_calm):
-            self._follow(f"a forward after {TRAINED}", is_step=False)
+            self._follow(f"a forward after {TRAINED}")
         self._note_modes()
         if is_followed:
             self._is_due, self._is_told = True, False
@@ -156,12 +156,11 @@ class Following:
     def settle(self) -> None:
         """See `Followed`."""
         if self._is_due and (self._is_told or not self._is_calm):
-            self._is_calm = not self._follow(f"a step after {TRAINED}", is_step=True)
+            self._is_calm = not self._follow(f"a step after {TRAINED}")
+        self._write_left()
 
-    def _follow(self, place: str, *, is_step: bool) -> bool:
+    def _follow(self, place: str) -> bool:
         """Take the values of the first rank, and return whether there were changes.
-
-        Before the step, statistics of norms in evaluation mode stay: the backward of a forward may still read them.
 
         Collective: without a backward since the changes, an all-reduce of 40 bytes; for each kind of device with
             changes a broadcast, or an all-gather for means.
@@ -171,7 +170,6 @@ class Following:
             self.agree([] if told.least == told.greatest else self._comm.agree(self.numbers(), WHAT))
         self._votes.read()
         changed, self._agreed, self._is_due, self._is_told = sorted(self._agreed), frozenset(), False, False
-        self._left = frozenset(() if is_step else filter(self._is_read, changed))
         buffers = [(place, one) for place in changed if (one := self._buffer(place)) is not None]
         for is_on_host in (False, True):
             here = [(place, one) for place, one in buffers if (one.device.type == "cpu") is is_on_host]
@@ -181,8 +179,8 @@ class Following:
                 chosen = [pair for pair in here if (self._is_mean and pair[1].is_floating_point()) is is_mean]
                 if chosen:
                     self._send(chosen, is_mean=is_mean)
-        self._accept(place for place in changed if place not in self._left)
-        self._trained = {self._places[place][1] for place in self._left}
+        self._accept(changed)
+        self._trained.clear()
         return bool(changed)
 
     def _send(self, buffers: Sequence[tuple[int, Tensor]], *, is_mean: bool) -> None:
@@ -214,18 +212,28 @@ class Following:
         for place, one in buffers:
             values = [row[start : start + one.nbytes].view(one.dtype).view(one.shape) for row in rows]
             start += one.nbytes
-            if place not in self._left:
-                targets, sources = by_dtype.setdefault(one.dtype, ([], []))
-                # No backward reads statistics of norms in training mode; others' new version lets a backward raise.
-                target = one.data if place in self._silent and not self._is_read(place) else one
-                targets.append(unexpanded(target, one.stride()))
-                sources.append(unexpanded(values[0] if len(rows) == 1 else _mean(values), one.stride()))
+            source = unexpanded(values[0] if len(rows) == 1 else _mean(values), one.stride())
+            self._left.pop(place, None)
+            if place in self._silent and not self._places[place][1].training:
+                self._left[place] = source.clone()
+                continue
+            targets, sources = by_dtype.setdefault(one.dtype, ([], []))
+            # No backward reads the statistics of a norm in training mode: they need no new version.
+            targets.append(unexpanded(one.data if place in self._silent else one, one.stride()))
+            sources.append(source)
         for targets, sources in by_dtype.values():
             foreach_copy_(targets, sources)
 
-    def _is_read(self, place: int) -> bool:
-        """Return whether backwards read a buffer: the statistics of a norm in evaluation mode."""
-        return place in self._silent and not self._places[place][1].training
+    def _write_left(self) -> None:
+        """Write what waited for the step, except to what has changed since."""
+        for place, values in self._left.items():
+            one = self._buffer(place)
+            if one is not None and not self._is_counted(place) and self._places[place][1] not in self._trained:
+                self._preserve([one])
+                with torch.no_grad():
+                    unexpanded(one, one.stride()).copy_(values)
+                self._accept([place])
+        self._left.clear()
 
     def _note_modes(self) -> None:
         self._trained.update(module for module in self._modules if module.training)
