@@ -1,6 +1,7 @@
 """Checkpoints of models that torch split over the axis "tensor": whole tensors, from any layout to any other."""
 
 import errno
+import functools
 import os
 import random
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -59,6 +60,12 @@ def loss_of(model: nn.Module, step: int) -> Tensor:
     return loss
 
 
+@functools.cache
+def mesh_of(sizes: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+    """Return one mesh for all models of a process: torch never ends the threads of a mesh's groups."""
+    return init_device_mesh("cpu", sizes, mesh_dim_names=names)
+
+
 Layout = tuple[tuple[tuple[str, int], ...], int]
 """The axes of a mesh with their sizes, and the stage."""
 LAYOUTS: list[Layout] = [
@@ -81,7 +88,7 @@ class Run:
     def __init__(self, layout: Layout, kind: str, seed: int, **options: Any) -> None:
         axes, stage = layout
         names, sizes = zip(*axes, strict=True)
-        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
+        mesh = mesh_of(sizes, names)
         self.model = build(seed)
         if "tensor" in names:
             for block, plan in zip(self.model, PLANS, strict=False):
