@@ -489,14 +489,14 @@ class Buffers:
     def _write_left(self) -> None:
         """Write what waited for the step, unless the norm has trained since."""
         left = {at: value for at, value in self._left.items() if not self._places[at][0].training}
-        if left:
-            self._sets[self._at] = self._values()
+        self._left.clear()
+        if not left:
+            return
+        self._sets[self._at] = self._values()
         for at, value in left.items():
             for values in (*self._sets, *self._equal):
                 values[at] = value.clone()
-        if left:
-            self._put(self._at)
-        self._left.clear()
+        self._put(self._at)
 
     @torch.inference_mode(mode=False)
     def _begin_equal(self, values: Sequence[Tensor]) -> None:

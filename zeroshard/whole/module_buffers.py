@@ -206,7 +206,7 @@ class Following:
         return self._comm.collect(message, WHAT, "buffers")
 
     def _write(self, buffers: Sequence[tuple[int, Tensor]], rows: Sequence[Tensor]) -> None:
-        """Write the mean of the messages of some ranks to buffers; by dtype, so that there are few launches."""
+        """Write the mean of some ranks' messages to buffers, by dtype for few launches; keep those that must wait."""
         self._preserve([one for _, one in buffers])
         start, by_dtype = 0, dict[torch.dtype, tuple[list[Tensor], list[Tensor]]]()
         for place, one in buffers:
