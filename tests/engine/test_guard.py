@@ -552,3 +552,13 @@ def test_a_state_of_other_kernels_is_taken_over() -> None:
     run.optimizer.zero_grad()
     with run.zero.gathered(states=True):
         assert all(state["step"] == 2 for state in run.optimizer.state_dict()["state"].values())
+
+
+def test_kernels_are_not_changed_where_states_have_another_dtype_than_masters() -> None:
+    model = Model().bfloat16()
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.01)  # its states are of the parameters' dtype
+    with memory_of("device"):
+        zs.shard(model, optimizer, stage=2, precision="bf16")
+        model(torch.ones(2, 5), 0).sum().backward()
+        optimizer.step()
+    assert optimizer.param_groups[0]["fused"] is None

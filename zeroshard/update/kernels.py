@@ -81,9 +81,13 @@ def _choose(optimizer: torch.optim.Optimizer, group: dict[str, object]) -> bool:
     devices = {p.device for p in tensors} | {slot_of(p).bucket.master(slot_of(p).index).device for p in tensors}
     if is_damped or not all(p.is_floating_point() for p in tensors) or not all(has_kernel(kernel, d) for d in devices):
         return False
-    # Adagrad creates its states in its constructor, in the parameters' dtype then; fused kernels need one dtype.
-    states = [(tensor, value) for tensor in tensors for value in optimizer.state.get(tensor, {}).values()]
-    if any(isinstance(v, Tensor) and v.ndim and v.dtype != tensor.dtype for tensor, v in states):
+    # Adagrad creates its states in its constructor, in the parameters' dtype then; fused kernels need the masters'.
+    states = [
+        (slot_of(tensor).bucket.dtypes.master, value)
+        for tensor in tensors
+        for value in optimizer.state.get(tensor, {}).values()
+    ]
+    if any(isinstance(value, Tensor) and value.ndim and value.dtype != dtype for dtype, value in states):
         return False
     group["fused"] = True
     for tensor in tensors:
