@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from zeroshard.handle import Zero, shard
     from zeroshard.join.arrival import ends_by_signal
     from zeroshard.join.start import init, texts_across_ranks
+    from zeroshard.pipes import Pipeline, pipeline
     from zeroshard.plan.machine.hardware import Device
     from zeroshard.plan.machine.profiles import device_for, host_device
     from zeroshard.plan.planning import make_plan as plan
@@ -50,6 +51,7 @@ __all__ = [
     "Offload",
     "Offloaded",
     "Partitioned",
+    "Pipeline",
     "Plan",
     "Precision",
     "Profile",
@@ -75,6 +77,7 @@ __all__ = [
     "mean_across_ranks",
     "offload_of",
     "optim",
+    "pipeline",
     "plan",
     "printable",
     "row_of_stage",
@@ -97,6 +100,7 @@ _MODULES = MappingProxyType(
         "Offload": "zeroshard.describe.offload",
         "Offloaded": "zeroshard.table.activations",
         "Partitioned": "zeroshard.table.activations",
+        "Pipeline": "zeroshard.pipes",
         "Plan": "zeroshard.plan.result",
         "Precision": "zeroshard.describe.precision",
         "Profile": "zeroshard.report.profile",
@@ -121,6 +125,7 @@ _MODULES = MappingProxyType(
         "mean_across_ranks": "zeroshard.wire.comm",
         "offload_of": "zeroshard.describe.offload",
         "optim": "zeroshard.optim",
+        "pipeline": "zeroshard.pipes",
         "plan": "zeroshard.plan",
         "printable": "zeroshard.table.errors",
         "row_of_stage": "zeroshard.table.stages",

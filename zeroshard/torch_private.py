@@ -35,6 +35,7 @@ __all__ = [
     "adafactor_step",
     "body_of",
     "call_after_backward",
+    "call_through",
     "captured_by_checkpoint",
     "changed",
     "count_users",
@@ -404,8 +405,7 @@ def keep_last(handle: Any) -> None:
 
 def has_kernel(name: str, device: torch.device) -> bool:
     """Return whether torch implements an operation for a device."""
-    found: bool = torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", device.type.upper())
-    return found
+    return torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", device.type.upper())
 
 
 def foreach_types() -> Iterator[list[type]]:
@@ -512,8 +512,7 @@ class Call:
 
 def innermost_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
     """Return the innermost pair of saved-tensor hooks that autograd runs here."""
-    found: tuple[Any, Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return found
+    return cast("tuple[Any, Any] | None", torch._C._autograd._top_saved_tensors_default_hooks(True))
 
 
 def recompute_to_the_end(pack: Callable[..., Any]) -> None:
@@ -543,8 +542,7 @@ def is_inside_reentrant_checkpoint() -> bool:
 
 def raw_stream(index: int) -> int:
     """Return the address of a CUDA device's current stream, without creating an object; not in torch for CPUs."""
-    found: int = torch._C._cuda_getCurrentRawStream(index)
-    return found
+    return torch._C._cuda_getCurrentRawStream(index)
 
 
 def uses_cuda_graphs(module: torch.nn.Module) -> bool:
@@ -563,7 +561,14 @@ def is_called_by_cuda_graphs() -> bool:
 
 def is_compiled(module: torch.nn.Module) -> bool:
     """Return whether a module is compiled, by `module.compile(...)` or `torch.compile`."""
-    return module.__dict__.get("_compiled_call_impl") is not None or "_orig_mod" in module._modules
+    call = module.__dict__.get("_compiled_call_impl")
+    return getattr(call, "args", (call,))[0] not in (None, module._call_impl) or "_orig_mod" in module._modules
+
+
+def call_through(module: torch.nn.Module, call: Callable[..., Any]) -> None:
+    """Have each call of a module run `call`, with what it would run, hooks included, and the arguments."""
+    if not isinstance(own := module.__dict__.get("_compiled_call_impl"), functools.partial):
+        module._compiled_call_impl = functools.partial(call, own or module._call_impl)
 
 
 def is_called_by_compiled() -> bool:

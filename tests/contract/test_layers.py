@@ -43,6 +43,7 @@ LAYERS = (
     "rehearse",
     "report",
     "handle",
+    "pipes",
     "zeroshard",
     "integrations",
     "train",

@@ -260,9 +260,7 @@ class Engine(Ending):
         return self._frames
 
     def _open_forward(self, frame: Frame, name: str) -> None:
-        kind = "training" if frame.has_grad else "no-grad"
-        place = f"the beginning of a {kind} forward of '{name}'" if name else f"the beginning of a {kind} forward"
-        key = ("forward", name, frame.has_grad)
+        key, place = self.flights.forward_of(name, has_grad=frame.has_grad)
         if self.is_sharded and frame.has_grad:
             self.flights.begin(key)
         # Also without gradients: code inside may enable them, as in models of forces.
@@ -306,9 +304,10 @@ class Engine(Ending):
             while self._frames:
                 self._undo()
             self.saved.forget()
-            self._close(self.order.current)
+            self.close(self.order.current)
 
-    def _close(self, pass_: Pass) -> None:
+    def close(self, pass_: Pass) -> None:
+        """Close the open pass, and end what belongs to it."""
         try:
             self.order.close()
         finally:
@@ -370,7 +369,7 @@ class Engine(Ending):
             # Autograd runs this on the stream of the caller of backward(), which has waited for the streams of all
             # nodes.
             self.lane.begin("the end of the backward")
-            self._close(pass_)
+            self.close(pass_)
 
     @alone
     def _need_in_backward(self, number: int) -> None:

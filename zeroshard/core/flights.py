@@ -13,15 +13,26 @@ Note: micro-batches in flight
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import final
+from typing import NamedTuple, final
 from weakref import ref
 
 from zeroshard.core.unit import Unit
 from zeroshard.torch_private import graph_task
 
-__all__ = ["Flight", "Flights"]
+__all__ = ["Chunk", "Flight", "Flights"]
 
 KEPT_FORWARDS = 64
+
+
+@final
+class Chunk(NamedTuple):
+    """A part of a model that is called by itself, though no module of its own: see `parallel/runner.py`."""
+
+    name: str
+    numbers: Sequence[int]
+    """Its units."""
+    is_last: bool
+    """Whether its outputs are those of the model."""
 
 
 @final
@@ -47,12 +58,27 @@ class Flights:
         self._forwards, self.used = list[Hashable](), set[int]()
         self.parts = frozenset({""})
         """The names of the modules that user code calls: the model, or its parts at one place of a pipe."""
+        self.chunk: Chunk | None = None
+        """The chunk that is called next, where the calls of one module run several."""
         self._next = Flight()
         """What the current forward, or the next one, leaves."""
         self._arrived = -1, list[Flight]()
         """A backward, as autograd numbers it, and the flights whose outputs it has reached."""
         self._open = -1
         """The backward whose pass is open."""
+
+    def forward_of(self, name: str, *, has_grad: bool) -> tuple[Hashable, str]:
+        """Return the kind of a forward, and the name of its beginning for votes.
+
+        Args:
+            name: the method that runs, other than the model's forward.
+        """
+        place = f"the beginning of a {'training' if has_grad else 'no-grad'} forward" + f" of '{name}'" * bool(name)
+        return ("forward", name, has_grad, self.chunk.name if self.chunk is not None else ""), place
+
+    def is_cut(self) -> bool:
+        """Return whether the outputs of the current forward are no outputs of the model, but inside it."""
+        return self.chunk is not None and not self.chunk.is_last
 
     def begin(self, kind: Hashable) -> None:
         """Note a forward with gradients."""
@@ -68,7 +94,8 @@ class Flights:
     def set_apart(self, part: str, numbers: Sequence[int]) -> None:
         """End the forward of a part, so that other backwards do not end it."""
         flight, self._next = self._next, Flight()
-        flight.part, flight.numbers, flight.used = part, numbers, frozenset(self.used)
+        flight.part, flight.numbers = (part, numbers) if self.chunk is None else self.chunk[:2]
+        flight.used = frozenset(self.used)
         flight.calls = tuple((unit.number, unit.calls) for unit in self._units if unit.calls)
         self.end()
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from zeroshard.describe.blocks import SMALL_BYTES, SMALL_PART, apart_bytes, find_blocks, is_leaf, large_bytes
 
-__all__ = ["UnitPlan", "plan_units"]
+__all__ = ["UnitPlan", "choose_units", "plan_units"]
 
 Named = tuple[str, nn.Parameter]
 
@@ -61,7 +61,7 @@ def plan_units(
         found = [find_blocks(part) for part in parts or (model,)]
         chosen, least_bytes = set().union(*(blocks for blocks, _ in found)), min(least for _, least in found)
     else:
-        chosen = _choose(model, units)
+        chosen = choose_units(model, units)
     own = (chosen | roots) - {model}
     plans = [UnitPlan("", model)] + [UnitPlan(names[m], m) for m in model.modules() if m in own]
     by_module = {plan.module: plan for plan in plans}
@@ -79,7 +79,8 @@ def plan_units(
     return kept if units is not None else _join_small(kept, chosen)
 
 
-def _choose(model: nn.Module, units: Sequence[object]) -> set[nn.Module]:
+def choose_units(model: nn.Module, units: Sequence[object]) -> set[nn.Module]:
+    """Return the modules that a user's `units=` names; see `plan_units`."""
     modules = set(model.modules())
     chosen: set[nn.Module] = set()
     for unit in units:

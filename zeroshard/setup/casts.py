@@ -9,6 +9,7 @@ Note: the edge of the model
     inputs, so two sequential calls scale them once.
 """
 
+from collections.abc import Callable
 from typing import Any, final
 
 import torch
@@ -54,10 +55,14 @@ class CastOut(Hook):
 
 @final
 class Edge:
-    """The edge of a model: casts the inputs and outputs of the outermost calls."""
+    """The edge of a model: casts the inputs and outputs of the outermost calls.
 
-    def __init__(self, cast_in: CastIn, cast_out: CastOut) -> None:
-        self._in, self._out = cast_in, cast_out
+    Args:
+        is_cut: whether the outermost call ends at the border of a chunk, and not with the model's outputs.
+    """
+
+    def __init__(self, cast_in: CastIn, cast_out: CastOut, is_cut: Callable[[], bool]) -> None:
+        self._in, self._out, self._is_cut = cast_in, cast_out, is_cut
         self._calls: list[Call] = []
 
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -72,7 +77,8 @@ class Edge:
         self._forget_ended()
         if self._calls:
             self._calls.pop()
-        return output if self._calls or graph_task() != -1 else self._out(module, args, kwargs, output)
+        is_edge = not self._calls and graph_task() == -1 and not self._is_cut()
+        return self._out(module, args, kwargs, output) if is_edge else output
 
     def _forget_ended(self) -> None:
         """Remove calls that ended with an exception."""

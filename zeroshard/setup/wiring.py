@@ -130,7 +130,8 @@ def _hang_casts(
             if isinstance(module, precision.keep) and (kept := next(module.parameters(False), None)) is not None:
                 casts.append((module, kept.dtype, precision.param))
         output = precision.output or torch.float32
-        edge = Edge(CastIn(precision.param, engine.loss_scale), CastOut(output, engine.loss_scale))
+        casts_of = CastIn(precision.param, engine.loss_scale), CastOut(output, engine.loss_scale)
+        edge = Edge(*casts_of, engine.flights.is_cut)
         edges = dict.fromkeys(called)
         for module in edges:
             keep(module.register_forward_pre_hook(EdgeIn(edge), with_kwargs=True))

@@ -216,6 +216,22 @@ class Comm(ABC):
         Collective: all-to-all over the ranks of one replica; each rank sends its row without its own column.
         """
 
+    def connect(self) -> None:  # noqa: B027 (gloo has its connections)
+        """Prepare for `send` and `receive`. Collective: every rank must call."""
+
+    def send(self, tensor: Tensor, rank: int, tag: Tag) -> Pending:
+        """Send a contiguous tensor to a rank of the mesh; the wait returns when the tensor may be reused.
+
+        Args:
+            tag: equal on both ranks. Messages to one rank, with the same parity of `tag.bucket`, are received in the
+                order in which they are sent.
+        """
+        raise AssertionError("one process has nobody to send to")
+
+    def receive(self, tensor: Tensor, rank: int, tag: Tag) -> Pending:
+        """Fill a contiguous tensor with the one that a rank of the mesh sends; see `send`."""
+        raise AssertionError("one process receives nothing")
+
     @abstractmethod
     def broadcast(self, tensor: Tensor, what: str, kind: str, *, is_part: bool = False) -> None:
         """Overwrite `tensor` with the values of rank 0.

@@ -113,6 +113,23 @@ class LinkedComm(Comm):
         """
         self.links.run(lambda: start(self.links.groups[name]), what)
 
+    def send(self, tensor: Tensor, rank: int, tag: Tag) -> Pending:
+        self.sent_bytes["pipe"] += tensor.nbytes
+        return self.message(dist.isend, tensor, tag, group_dst=rank)
+
+    def receive(self, tensor: Tensor, rank: int, tag: Tag) -> Pending:
+        return self.message(dist.irecv, tensor, tag, group_src=rank)
+
+    def message(self, start: Callable[..., Any], tensor: Tensor, tag: Tag, **peer: int) -> Pending:
+        """Start a message between this rank and one other.
+
+        Args:
+            start: `dist.isend` or `dist.irecv`.
+        """
+        group, number = self.links.groups[CONTROL], tag.message(Tag.GATHER)
+        work = self.links.start(lambda: start(tensor, group=group, tag=number, **peer), tag.what)
+        return Pending(lambda: self.links.wait([work], tag.what))
+
     def flag(self, flags: Tensor, what: str) -> None:
         largest = dist.ReduceOp.MAX
         self.run(flags, lambda group: dist.all_reduce(flags, largest, group=group, async_op=True), what, self._name)

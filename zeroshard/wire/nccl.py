@@ -39,6 +39,7 @@ __all__ = ["NcclComm"]
 Tensor = torch.Tensor
 Begin = Callable[[Tensor, Tensor, Any], Any]
 ALL, GATHERS, REDUCES, COPIES, PARTS = "all", "gathers", "reductions", "copies", "parts"
+FORTH, BACK = "activations", "gradients of activations"
 """The process groups."""
 
 
@@ -64,8 +65,23 @@ class NcclComm(LinkedComm):
     def is_on_host(self) -> bool:
         return False
 
+    def _is_of_host(self, tensor: Tensor) -> bool:
+        return not self.links.is_on_device(tensor)
+
+    def connect(self) -> None:
+        self.links.new_group(FORTH, "nccl")
+        self.links.new_group(BACK, "nccl")
+
+    def message(self, start: Callable[..., Any], tensor: Tensor, tag: Tag, **peer: int) -> Pending:
+        if self._is_of_host(tensor):
+            return super().message(start, tensor, tag, **peer)
+        # A message waits for the one before it on its communicator: the two directions of a pipe have one each.
+        group = self.links.groups[FORTH if tag.bucket % 2 == 0 else BACK]
+        work = self.links.start(lambda: start(tensor, group=group, **peer), tag.what)
+        return Pending(lambda: self.links.wait_on_stream(work, tag.what))
+
     def run(self, tensor: Tensor, start: Callable[[dist.ProcessGroup], Any], what: str, name: str) -> None:
-        if not self.links.is_on_device(tensor):
+        if self._is_of_host(tensor):
             super().run(tensor, start, what, HOST_PART if name == PART else CONTROL)
         else:
             # The host often reads the result next, before any agreement.

@@ -1,0 +1,196 @@
+"""The messages between the places of a pipe: activations and their gradients, in memory that is allocated once.
+
+Owns buffers, messages under way, and what places tell each other of shapes. It must not know schedules or models.
+Read `Comm.send` (`wire/comm.py`) first.
+
+Note: when a message has arrived
+    A send is over when its receiver has begun to receive it, which its sender sees only by a wait. So an activation is
+    kept until its gradient has come back, and then the wait returns at once. Of gradients, as many are kept as
+    micro-batches may be in flight: those before them have been received, or later activations would not have come.
+"""
+
+import json
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, final
+
+import torch
+from torch import Tensor
+
+from zeroshard.parallel.chunked import Border
+from zeroshard.table.pipeline import Kind
+from zeroshard.wire.comm import Comm, Pending, Tag
+
+__all__ = ["Mail", "NOTHING"]
+
+NOTHING: Final = object()
+"""What a place tells of a shape that it has told before."""
+
+TENSORS = 64
+"""The largest number of tensors that cross a border, and a bound of their messages' tags."""
+
+
+@final
+@dataclass
+class Incoming:
+    """A message that is being received."""
+
+    tensors: tuple[Tensor, ...]
+    pending: list[Pending] = field(default_factory=list)
+
+    def wait(self) -> tuple[Tensor, ...]:
+        """Wait for the message, and return its tensors."""
+        for one in self.pending:
+            one.wait()
+        self.pending = []
+        return self.tensors
+
+
+@final
+class Mail:
+    """The messages of one rank to and from its neighbours along the pipe.
+
+    Args:
+        comm: the communicator of all places.
+        ranks: the rank of `comm` at each place along the pipe.
+        most: the number of gradients whose messages may be under way.
+    """
+
+    def __init__(self, comm: Comm, ranks: Sequence[int], micro_batches: int, most: int) -> None:
+        self._comm, self._ranks, self._micro_batches, self._most = comm, ranks, micro_batches, most
+        self._free: dict[tuple[tuple[int, ...], torch.dtype], list[Tensor]] = {}
+        self._outputs: dict[tuple[int, int], list[tuple[Pending, Tensor]]] = {}
+        """Activations under way, by chunk and micro-batch."""
+        self._gradients: deque[list[tuple[Pending, Tensor]]] = deque()
+        self._calls = 0
+
+    def begin(self) -> None:
+        """Begin a step or an evaluation: its messages are others than those before."""
+        self._calls += 1
+
+    def finish(self) -> None:
+        """Wait for everything that was sent."""
+        for one in [*self._outputs.values(), *self._gradients]:
+            _end(one)
+        self._outputs, self._gradients = {}, deque()
+
+    def _tag(self, kind: Kind, chunk: int, micro_batch: int, number: int) -> Tag:
+        """Return the tag of one tensor of a message.
+
+        Args:
+            kind: the kind of the action that receives it.
+            chunk: the chunk that receives it.
+        """
+        is_back = kind is Kind.RECEIVE_GRADIENT
+        name, source = ("gradient", chunk + 1) if is_back else ("activation", chunk - 1)
+        places = len(self._ranks)
+        of = f" of chunk {source}" if source >= places or chunk >= places else ""
+        what = f"the {name} of micro-batch {micro_batch} from pipe {source % places}{of}"
+        about = (chunk * TENSORS + number) * 2 + is_back
+        return Tag(self._calls * self._micro_batches + micro_batch, about, what)
+
+    def _rank(self, chunk: int) -> int:
+        return self._ranks[chunk % len(self._ranks)]
+
+    # -- tensors ------------------------------------------------------------------------------------------------------
+
+    def send(self, kind: Kind, chunk: int, micro_batch: int, tensors: Sequence[Tensor]) -> None:
+        """Send the output of a chunk to the next one, or the gradients of its input to the one before; do not wait."""
+        is_back = kind is Kind.SEND_GRADIENT
+        to, received = (chunk - 1, Kind.RECEIVE_GRADIENT) if is_back else (chunk + 1, Kind.RECEIVE_INPUT)
+        works = []
+        for number, tensor in enumerate(tensors):
+            dense = tensor.detach().contiguous()
+            tag = self._tag(received, to, micro_batch, number)
+            works.append((self._comm.send(dense, self._rank(to), tag), dense))
+        if not is_back:
+            self._outputs.setdefault((chunk, micro_batch), []).extend(works)
+            return
+        self._gradients.append(works)
+        if len(self._gradients) > self._most:
+            _end(self._gradients.popleft())
+
+    def has_arrived(self, chunk: int, micro_batch: int) -> None:
+        """Note that the next chunk has received an output: its gradient is here."""
+        _end(self._outputs.pop((chunk, micro_batch), []))
+
+    def receive(self, kind: Kind, chunk: int, micro_batch: int, borders: Sequence[Border]) -> Incoming:
+        """Begin to receive the input of a chunk, or the gradients of its output."""
+        source = chunk + 1 if kind is Kind.RECEIVE_GRADIENT else chunk - 1
+        incoming = Incoming(tuple(self._take(border) for border in borders))
+        for number, tensor in enumerate(incoming.tensors):
+            tag = self._tag(kind, chunk, micro_batch, number)
+            incoming.pending.append(self._comm.receive(tensor, self._rank(source), tag))
+        return incoming
+
+    def _take(self, border: Border) -> Tensor:
+        free = self._free.get((border.shape, border.dtype))
+        return free.pop() if free else torch.empty(border.shape, dtype=border.dtype, device=self._comm.mesh.device)
+
+    def give(self, tensors: Sequence[Tensor]) -> None:
+        """Take back the memory of a message that nothing reads any more."""
+        for one in tensors:
+            self._free.setdefault((tuple(one.shape), one.dtype), []).append(one)
+
+    # -- what the first message of a shape says -----------------------------------------------------------------------
+
+    def tell(self, chunk: int, micro_batch: int, shapes: int, told: Any = NOTHING) -> None:
+        """Tell the next chunk, before its first message in a step, the shapes of the inputs, and `told`, if anything.
+
+        Args:
+            shapes: a checksum of the shapes.
+            told: nested tuples, lists and mappings of borders, numbers and texts.
+        """
+        text = b"" if told is NOTHING else json.dumps(_encoded(told)).encode()
+        head = torch.tensor([shapes, len(text)], device="cpu")
+        body = torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else None
+        works = self._outputs.setdefault((chunk, micro_batch), [])
+        for number, tensor in enumerate((head, body)):
+            if tensor is not None:
+                tag = self._tag(Kind.RECEIVE_INPUT, chunk + 1, micro_batch, TENSORS - 1 - number)
+                works.append((self._comm.send(tensor, self._rank(chunk + 1), tag), tensor))
+
+    def hear(self, chunk: int, micro_batch: int) -> tuple[int, Any]:
+        """Return what the chunk before tells: the checksum of shapes, and the rest, or `NOTHING`."""
+        tags = [self._tag(Kind.RECEIVE_INPUT, chunk, micro_batch, TENSORS - 1 - number) for number in range(2)]
+        head = torch.zeros(2, dtype=torch.int64, device="cpu")
+        self._comm.receive(head, self._rank(chunk - 1), tags[0]).wait()
+        shapes, size = head.tolist()
+        if not size:
+            return shapes, NOTHING
+        body = torch.empty(size, dtype=torch.uint8, device="cpu")
+        self._comm.receive(body, self._rank(chunk - 1), tags[1]).wait()
+        return shapes, _decoded(json.loads(bytes(body.tolist())))
+
+
+def _end(works: Sequence[tuple[Pending, Tensor]]) -> None:
+    for pending, _ in works:
+        pending.wait()
+
+
+def _encoded(value: Any) -> Any:
+    """Return a value of JSON for nested borders."""
+    if isinstance(value, Border):
+        return {"border": [list(value.shape), str(value.dtype).removeprefix("torch."), value.has_gradient]}
+    if isinstance(value, tuple):
+        return {"tuple": [_encoded(one) for one in value]}
+    if isinstance(value, list):
+        return [_encoded(one) for one in value]
+    if isinstance(value, dict):
+        return {"dict": [[key, _encoded(one)] for key, one in value.items()]}
+    return value
+
+
+def _decoded(value: Any) -> Any:
+    """Return the value that `_encoded` got."""
+    if isinstance(value, list):
+        return [_decoded(one) for one in value]
+    if not isinstance(value, dict):
+        return value
+    (kind, content), *_ = value.items()
+    if kind == "border":
+        return Border(tuple(content[0]), getattr(torch, content[1]), content[2])
+    if kind == "tuple":
+        return tuple(_decoded(one) for one in content)
+    return {key: _decoded(one) for key, one in content}

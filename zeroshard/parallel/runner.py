@@ -1,0 +1,453 @@
+"""The runner of a pipeline: executes the actions of a schedule at one place.
+
+Owns one step: micro-batches, forwards, backwards, and when messages are sent and received. The order of actions is that
+of `table/pipeline.py`; what a chunk computes is that of `parallel/chunked.py`.
+
+Note: a step of a pipeline
+    Each action of the schedule runs as soon as its message is here. The receiver of a message is ready before the
+    action before it runs, so messages travel while a place computes; sends are not waited for. A forward ends with the
+    tensors of the border, whose gradients begin the backward; the gradients of the input are sent when autograd has
+    them, before those of the parameters. The first micro-batch of each shape also tells the next place what crosses the
+    border; later ones are compared with it.
+Note: a place that fails
+    An exception at one place must not leave the others waiting. The rank goes through the rest of its schedule in step
+    with them: for a micro-batch that it cannot compute it makes the passes that the other ranks of its place make
+    (`parallel/idle.py`), and sends zeros. At the end all ranks tell each other, drop the gradients, and raise.
+"""
+
+import dataclasses
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from zeroshard.core.engine import Engine
+from zeroshard.core.flights import Chunk
+from zeroshard.core.states import Scope
+from zeroshard.parallel.alike import checksum
+from zeroshard.parallel.chunked import Border, ChunkedModel, Learned
+from zeroshard.parallel.idle import idle_backward, idle_forward
+from zeroshard.parallel.mail import NOTHING, Incoming, Mail
+from zeroshard.parallel.tied import Tied
+from zeroshard.table.errors import RankMismatchError
+from zeroshard.table.pipeline import RECEIVES, Action, Kind, Schedule
+from zeroshard.tree import find, map_tensors
+
+__all__ = ["Batch", "Runner"]
+
+Loss = Callable[[Any, Any], Tensor]
+
+
+@final
+@dataclass(frozen=True)
+class Batch:
+    """The inputs and targets of a step, which `at` cuts into micro-batches along the first dimension."""
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    targets: Any
+    micro_batches: int
+    place: str
+
+    def __post_init__(self) -> None:
+        sizes = {tuple(one.shape[:1]) for one in find((self.args, dict(self.kwargs), self.targets), Tensor)}
+        if len(sizes) != 1 or () in sizes:
+            shown = sorted(size[0] if size else "no dimension" for size in sizes)
+            raise ValueError(
+                f"{self.place} pipe.step() cuts the first dimension of each tensor of inputs and targets into "
+                f"micro-batches, and needs tensors of one length there; got {shown or 'no tensor'}."
+            )
+        if self.rows % self.micro_batches or not self.rows:
+            raise ValueError(
+                f"{self.place} A batch of {self.rows} cannot be cut into {self.micro_batches} equal micro-batches: "
+                "make the batch a multiple, or change micro_batches= of zs.pipeline()."
+            )
+
+    @property
+    def rows(self) -> int:
+        """The length of the first dimension."""
+        return find((self.args, dict(self.kwargs), self.targets), Tensor)[0].shape[0]
+
+    @property
+    def key(self) -> Any:
+        """What the shapes at the borders follow from: those of a micro-batch."""
+        tensors = find((self.args, dict(self.kwargs)), Tensor)
+        return self.rows // self.micro_batches, tuple((one.shape[1:], one.dtype) for one in tensors)
+
+    def checksum(self, micro_batch: int) -> int:
+        """Return a checksum of a micro-batch's inputs, for a comparison of places."""
+        args, kwargs, _ = self.at(micro_batch)
+        return zlib.crc32(repr([checksum(one) for one in find((args, kwargs), Tensor)]).encode())
+
+    def at(self, micro_batch: int) -> tuple[Any, Any, Any]:
+        """Return args, kwargs and targets of a micro-batch."""
+        size = self.rows // self.micro_batches
+        rows = slice(micro_batch * size, (micro_batch + 1) * size)
+        return tuple(map_tensors(one, lambda t: t[rows]) for one in (self.args, dict(self.kwargs), self.targets))
+
+
+class _Arrive(torch.autograd.Function):
+    """Gives a chunk the tensors of its border, and takes their gradients as soon as autograd has them."""
+
+    @staticmethod
+    def forward(ctx: Any, token: Tensor, tensors: Sequence[Tensor], take: Callable[[Sequence[Any]], None]) -> Any:
+        ctx.take = take
+        return tuple(one.detach() for one in tensors)  # no views: the chunk may change them in place
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        ctx.take(grads)
+        return None, None, None
+
+
+Turn = tuple[int, int]
+"""A chunk and a micro-batch."""
+
+
+@final
+@dataclass
+class _Flight:
+    """A micro-batch of a chunk between its forward and its backward."""
+
+    arrived: tuple[Tensor, ...]
+    """The memory of its input."""
+    outputs: tuple[Tensor, ...]
+    """The tensors of the border behind, or the loss."""
+
+
+@final
+class Runner:
+    """One rank's part of the steps of a pipeline.
+
+    Args:
+        training: the schedule of a step.
+        evaluation: the schedule of an evaluation.
+        ranks: the rank of all places' communicator at each place along the pipe.
+        units: the units of each chunk of this place.
+        shared: the parameters that other places have, too, with the ranks of these places, in order.
+        reduces_last: whether gradients are reduced with the last backward of each chunk, or with each.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        chunked: ChunkedModel,
+        training: Schedule,
+        evaluation: Schedule,
+        ranks: Sequence[int],
+        loss: Loss | None,
+        units: Mapping[int, Sequence[int]],
+        shared: Mapping[nn.Parameter, Sequence[int]],
+        *,
+        reduces_last: bool,
+    ) -> None:
+        self.engine, self.chunked, self.loss, self.reduces_last = engine, chunked, loss, reduces_last
+        self.training, self.evaluation, self.own = training, evaluation, ranks.index(engine.comm.across.mesh.rank)
+        self.tied = Tied(engine, shared)
+        self.chunks = {
+            chunk: Chunk(f"chunk {chunk}", numbers, chunk == chunked.cut.count - 1) for chunk, numbers in units.items()
+        }
+        self.mail = Mail(engine.comm.across, ranks, training.micro_batches, training.live(self.own) + 1)
+        self.known: dict[tuple[Any, int], Learned] = {}
+        """What is known of each chunk for inputs of a shape."""
+
+    def step(self, batch: Batch, *, is_last: bool) -> Tensor:
+        """Run forwards and backwards of all micro-batches; return the mean loss.
+
+        Args:
+            is_last: whether gradients are reduced now; otherwise a later call accumulates.
+        """
+        return _Step(self, self.training, batch, is_last=is_last).run()
+
+    def evaluate(self, batch: Batch) -> Tensor:
+        """Run the forwards of all micro-batches without gradients; return the mean loss."""
+        with torch.no_grad():
+            return _Step(self, self.evaluation, batch, is_last=False).run()
+
+
+@final
+class _Step:
+    """One step, or one evaluation."""
+
+    def __init__(self, runner: Runner, schedule: Schedule, batch: Batch, *, is_last: bool) -> None:
+        self._runner, self._mail, self._schedule, self._batch = runner, runner.mail, schedule, batch
+        self._is_last, self._has_grad = is_last, torch.is_grad_enabled()
+        self._key = batch.key, self._has_grad, runner.chunked.model.training
+        device = runner.engine.mesh.device
+        self._total = torch.zeros((), dtype=torch.float64, device=device)
+        self._token = torch.zeros((), device=device, requires_grad=True)
+        self._flights: dict[Turn, _Flight] = {}
+        self._incoming: dict[Action, Incoming] = {}
+        self._sent: set[Turn] = set()
+        """Gradients that were sent, by the chunk that sent them."""
+        self._kept: list[Tensor] = []
+        """Memory of inputs that a message of this step may still read."""
+        self._error: Exception | None = None
+        self._failure = ""
+        """The first exception of this rank, and its text for other ranks."""
+        self._shapes = zlib.crc32(repr(self._key).encode())
+        self._heard: set[int] = set()
+        """Chunks whose first message of this step has come, or was sent from here."""
+        self._blank: set[Turn] = set()
+        """Borders that no message crosses, by the chunk behind: the place before failed before it knew the shapes."""
+
+    def run(self) -> Tensor:
+        """Run all actions, and return the mean loss of all micro-batches and ranks, equal on every rank."""
+        actions, engine = self._schedule.actions[self._runner.own], self._runner.engine
+        act = {
+            Kind.FORWARD: self._forward,
+            Kind.BACKWARD: self._backward,
+            Kind.SEND_OUTPUT: self._send_output,
+            Kind.SEND_GRADIENT: self._send_gradient,
+        }
+        if self._has_grad:
+            self._runner.tied.check_dropped()
+        self._mail.begin()
+        for at, action in enumerate(actions):
+            if action.kind in RECEIVES:
+                self._expect(action)
+                continue
+            self._expect(next((one for one in actions[at + 1 :] if one.kind in RECEIVES), None))
+            act[action.kind](action.chunk, action.micro_batch)
+        self._mail.finish()
+        self._mail.give(self._kept)
+        is_summed = self._has_grad and self._is_last
+        if is_summed and not self._failure and (missing := self._runner.tied.missing()):
+            self._failure = f"{engine.mesh} {missing}"
+        self._agree()
+        if is_summed:
+            self._runner.tied.add_up()
+        losses = engine.comm.across.collect(self._total, "the loss of the last place")
+        return losses[engine.mesh.places()[-1].tolist()].mean()
+
+    def _where(self, chunk: int, micro_batch: int) -> str:
+        of = f" of chunk {chunk}" if self._schedule.chunks > 1 else ""
+        return f"{self._runner.engine.mesh} Micro-batch {micro_batch}{of}:"
+
+    # -- messages -----------------------------------------------------------------------------------------------------
+
+    def _expect(self, action: Action | None) -> None:
+        """Begin to receive a message, if its shapes are known."""
+        if action is None or action in self._incoming:
+            return
+        kind, chunk, micro_batch = action
+        learned = self._runner.known.get((self._key, chunk))
+        if learned is None or (chunk + (kind is Kind.RECEIVE_GRADIENT), micro_batch) in self._blank:
+            return
+        if kind is Kind.RECEIVE_INPUT and learned.is_heard:
+            self._incoming[action] = self._mail.receive(*action, learned.arrives)
+        elif kind is Kind.RECEIVE_GRADIENT and learned.is_known:
+            borders = [one for one in learned.sent if one.has_gradient]
+            self._incoming[action] = self._mail.receive(*action, borders)
+
+    def _hear(self, chunk: int, micro_batch: int) -> Learned:
+        """Return what is known of a chunk; the first message of a step may tell more.
+
+        Raises:
+            RankMismatchError: the place before has inputs of other shapes, or other inputs.
+        """
+        learned = self._runner.known.setdefault((self._key, chunk), Learned())
+        if chunk == 0 or chunk in self._heard:
+            return learned
+        shapes, told = self._mail.hear(chunk, micro_batch)
+        if shapes != self._shapes:
+            self._refuse_inputs(f"inputs of other shapes than {self._key}")
+        if told is None:
+            self._blank.add((chunk, micro_batch))
+            return learned
+        self._heard.add(chunk)
+        if told is not NOTHING:
+            learned.is_heard, learned.arrives, learned.heard = True, told["sent"], told["outputs"]
+            if told["inputs"] != self._batch.checksum(micro_batch):
+                self._refuse_inputs("other inputs")
+            self._expect(Action(Kind.RECEIVE_INPUT, chunk, micro_batch))
+        return learned
+
+    def _refuse_inputs(self, what: str) -> None:
+        raise RankMismatchError(
+            f"{self._runner.engine.mesh} The place before this one on the pipe got {what}. Ranks that differ only "
+            "along 'pipe' make one model, and need the same batch in the same mode: divide data by "
+            "mesh.get_local_rank('shard') instead of the rank, and call train() or eval() on all."
+        )
+
+    def _send_output(self, chunk: int, micro_batch: int) -> None:
+        learned, flight = self._runner.known[self._key, chunk], self._flights[chunk, micro_batch]
+        if chunk + 1 not in self._heard:
+            told: Any = NOTHING
+            if not learned.is_known:
+                told = None
+            elif not learned.is_told:
+                inputs = self._batch.checksum(micro_batch)
+                told = {"sent": learned.sent, "outputs": {**learned.heard, **learned.outputs}, "inputs": inputs}
+            self._mail.tell(chunk, micro_batch, self._shapes, told)
+            if learned.is_known:
+                learned.is_told = True
+                self._heard.add(chunk + 1)
+        if not learned.is_known:
+            self._blank.add((chunk + 1, micro_batch))
+        else:
+            outputs = flight.outputs or [self._zeros(border) for border in learned.sent]
+            self._mail.send(Kind.SEND_OUTPUT, chunk, micro_batch, outputs)
+        if not self._has_grad:
+            self._kept += self._flights.pop((chunk, micro_batch)).arrived
+
+    def _send_gradient(self, chunk: int, micro_batch: int, grads: Sequence[Tensor | None] | None = None) -> None:
+        """Send the gradients of a chunk's input, once; zeros where no loss depends on it."""
+        if (chunk, micro_batch) in self._sent | self._blank:
+            return
+        self._sent.add((chunk, micro_batch))
+        borders = [one for one in self._runner.known[self._key, chunk].arrives if one.has_gradient]
+        full = [
+            self._zeros(border) if grad is None else grad
+            for border, grad in zip(borders, grads or [None] * len(borders), strict=True)
+        ]
+        self._mail.send(Kind.SEND_GRADIENT, chunk, micro_batch, full)
+
+    def _zeros(self, border: Border) -> Tensor:
+        return torch.zeros(border.shape, dtype=border.dtype, device=self._total.device)
+
+    # -- computation --------------------------------------------------------------------------------------------------
+
+    def _forward(self, chunk: int, micro_batch: int) -> None:
+        engine, is_final = self._runner.engine, chunk == self._runner.chunked.cut.count - 1
+        learned, arrived, outputs = self._hear(chunk, micro_batch), tuple[Tensor, ...](), tuple[Tensor, ...]()
+        if (message := self._incoming.pop(Action(Kind.RECEIVE_INPUT, chunk, micro_batch), None)) is not None:
+            arrived = message.wait()
+        if (chunk, micro_batch) in self._blank:
+            idle_forward(engine, self._runner.chunks[chunk], has_grad=self._has_grad)
+        else:
+            try:
+                outputs = self._compute(chunk, micro_batch, arrived, learned)
+            except RankMismatchError:
+                raise
+            except Exception as error:
+                self._fail(chunk, micro_batch, error)
+                engine.flights.end()
+        self._flights[chunk, micro_batch] = _Flight(arrived, outputs)
+        if is_final and not self._has_grad:
+            self._mail.give(self._flights.pop((chunk, micro_batch)).arrived)
+
+    def _compute(
+        self, chunk: int, micro_batch: int, arrived: tuple[Tensor, ...], learned: Learned
+    ) -> tuple[Tensor, ...]:
+        """Run a chunk; return the tensors of the border behind, or the loss."""
+        chunked = self._runner.chunked
+        args, kwargs, targets = self._batch.at(micro_batch)
+        self._runner.engine.flights.chunk = self._runner.chunks[chunk]
+        followed = self._with_graph(chunk, micro_batch, arrived, learned)
+        learning = learned if learned.is_known else dataclasses.replace(learned, outputs={})
+        output = chunked.run(chunk, args, kwargs, followed, learning)
+        if chunk == chunked.cut.count - 1:
+            loss = self._loss(chunk, micro_batch, output, targets)
+            self._total += loss.detach()
+            outputs: tuple[Tensor, ...] = (loss,)
+        else:
+            outputs = output
+            self._compare(chunk, micro_batch, learned, outputs)
+        if not learned.is_known:
+            sent = tuple(map(Border.of, outputs))
+            known = dataclasses.replace(learning, is_known=True, sent=sent)
+            self._runner.known[self._key, chunk] = known
+        return outputs
+
+    def _with_graph(
+        self, chunk: int, micro_batch: int, arrived: tuple[Tensor, ...], learned: Learned
+    ) -> tuple[Tensor, ...]:
+        """Return the tensors of a border as autograd sees them in the chunk behind it."""
+        places = [at for at, border in enumerate(learned.arrives) if border.has_gradient]
+        if not places or not self._has_grad:
+            return arrived
+
+        def take(grads: Sequence[Tensor | None]) -> None:
+            self._send_gradient(chunk, micro_batch, grads)
+
+        followed = _Arrive.apply(self._token, [arrived[at] for at in places], take)  # type: ignore[no-untyped-call]
+        found = dict(zip(places, followed, strict=True))
+        return tuple(found.get(at, one) for at, one in enumerate(arrived))
+
+    def _loss(self, chunk: int, micro_batch: int, output: Any, targets: Any) -> Tensor:
+        """Return the loss of a micro-batch, as a part of the mean of all."""
+        function = self._runner.loss
+        loss: Any = output if isinstance(output, Tensor) else getattr(output, "loss", None)
+        if function is not None:
+            loss = function(output, targets)
+        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
+            got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+            whose = "loss= of zs.pipeline() returned" if function is not None else "without loss=, the model returned"
+            raise ValueError(
+                f"{self._where(chunk, micro_batch)} {whose} {got}. The loss must be a tensor with one floating-point "
+                "value, the mean over the micro-batch."
+            )
+        return loss.reshape(()) / self._schedule.micro_batches
+
+    def _compare(self, chunk: int, micro_batch: int, learned: Learned, outputs: tuple[Tensor, ...]) -> None:
+        """Compare what crosses a border with what the first micro-batch of this shape sent."""
+        if learned.is_known and (found := tuple(map(Border.of, outputs))) != learned.sent:
+            before, now = (", ".join(map(str, one)) for one in (learned.sent, found))
+            raise RuntimeError(
+                f"{self._where(chunk, micro_batch)} the chunk sends {now} to the next place, which expects {before}, "
+                "as for the first micro-batch of this shape. What crosses a border must depend on the shapes of the "
+                "inputs alone."
+            )
+
+    def _backward(self, chunk: int, micro_batch: int) -> None:
+        flight, engine = self._flights.pop((chunk, micro_batch)), self._runner.engine
+        message, grads = self._incoming.pop(Action(Kind.RECEIVE_GRADIENT, chunk, micro_batch), None), list[Any]()
+        if message is not None:
+            grads = [*message.wait()]
+            self._mail.has_arrived(chunk, micro_batch)
+        outputs, before = [one for one in flight.outputs if one.requires_grad], engine.backwards
+        has_failed = not flight.outputs
+        with self._reducing(micro_batch):
+            try:
+                if outputs:
+                    torch.autograd.backward(outputs, grads or None)
+            except RankMismatchError:
+                raise
+            except Exception as error:
+                has_failed = True
+                self._fail(chunk, micro_batch, error)
+            if has_failed and engine.backwards == before:
+                idle_backward(engine, self._runner.chunks[chunk])
+        if message is not None:
+            self._mail.give(message.tensors)
+        is_read = chunk == self._runner.chunked.cut.count - 1 or (message is not None and message.tensors)
+        self._mail.give(flight.arrived) if is_read else self._kept.extend(flight.arrived)
+
+    def _reducing(self, micro_batch: int) -> AbstractContextManager[None]:
+        """Return the context of a backward: whether it reduces gradients."""
+        is_final = self._is_last and micro_batch == self._schedule.micro_batches - 1
+        if self._runner.reduces_last and not is_final:
+            return self._runner.engine.reducing_over(Scope.RANK)
+        return nullcontext()
+
+    # -- failures -----------------------------------------------------------------------------------------------------
+
+    def _fail(self, chunk: int, micro_batch: int, error: Exception) -> None:
+        """Note an exception of user code, and complete the pass that it interrupted, in step with other ranks."""
+        if self._error is None:
+            self._error = error
+            self._failure = f"{self._where(chunk, micro_batch)} {type(error).__name__}: {error}"
+        self._runner.engine.leave_passes("the end of a chunk that failed")
+
+    def _agree(self) -> None:
+        """Raise on every rank if one of them failed; the gradients of the step are dropped then.
+
+        Collective: all-reduce of 40 bytes over all places, and of a text from each rank after a failure.
+        """
+        engine, what = self._runner.engine, "the end of a step of the pipeline"
+        if engine.order.votes.span(what, -bool(self._failure)) == 0:
+            return
+        texts = engine.comm.across.texts(self._failure, "why a step of the pipeline failed")
+        for parameter in self._runner.chunked.model.parameters():
+            parameter.grad = None
+        told = "\n".join(f"  {text}" for text in texts if text)
+        text = f"{engine.mesh} A step of the pipeline failed, and its gradients were dropped:\n{told}"
+        if self._error is None:
+            raise RankMismatchError(text)
+        self._error.add_note(text)
+        raise self._error

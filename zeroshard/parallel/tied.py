@@ -1,0 +1,86 @@
+"""Parameters that several places of a pipe have, such as a tied embedding: the sum of their gradients.
+
+Owns the exchange of these gradients before each step. The places have equal values and states from the start, and make
+equal updates from equal sums, so nothing else is exchanged. Each such parameter is a unit of its own (`plan_units`), so
+its shards are cut alike at each place. Norms count it once (`norms_over` in `parallel/pipe.py`).
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import final
+
+import torch
+from torch import Tensor, nn
+
+from zeroshard.core.engine import Engine
+from zeroshard.core.gradient import part_of
+from zeroshard.core.slot import slot_of
+from zeroshard.wire.comm import Pending, Tag
+
+__all__ = ["Tied"]
+
+BUCKET = Tag.BUCKETS - 2
+"""In tags, beyond those of activations."""
+
+
+@final
+class Tied:
+    """The parameters of one place that other places have, too.
+
+    Args:
+        shared: for each, the ranks of the places that have it, in the order of the pipe, this rank among them.
+    """
+
+    def __init__(self, engine: Engine, shared: Mapping[nn.Parameter, Sequence[int]]) -> None:
+        self._engine, self._count, self._has_added = engine, 0, False
+        self._shared = [(one, ranks) for one, ranks in shared.items() if one.requires_grad]
+
+    def check_dropped(self) -> None:
+        """Raise if gradients that were added up would be added up again.
+
+        Raises:
+            RuntimeError: neither an optimizer step nor `zero_grad()` has dropped them.
+        """
+        if self._has_added and any(one.grad is not None and self._part(one).any() for one, _ in self._shared):
+            name = slot_of(self._shared[0][0]).name
+            raise RuntimeError(
+                f"{self._engine.mesh} The last pipe.step() added up the gradients of '{name}' over the places of the "
+                "pipe, and they are still there: another step would count them twice. Call optimizer.zero_grad() "
+                "before it, or pass last=False to all calls of pipe.step() but the last one of an accumulation."
+            )
+        self._has_added = False
+
+    def missing(self) -> str:
+        """Return why gradients cannot be added up; "" if they can."""
+        lacking = [slot_of(one).name for one, _ in self._shared if one.grad is None]
+        if not lacking:
+            return ""
+        return (
+            f"'{lacking[0]}' is tied over places of the pipe, and no loss of this step reached it at this place: each "
+            "place must use a tied parameter in every step"
+        )
+
+    def add_up(self) -> None:
+        """Replace each gradient by its sum over the places, in their order.
+
+        Collective: each place sends its shard of the gradient to the others.
+        """
+        comm, self._has_added = self._engine.comm.across, True
+        for parameter, ranks in self._shared:
+            own, me, pending = self._part(parameter), comm.mesh.rank, list[Pending]()
+            found = {rank: own.clone() if rank == me else torch.empty_like(own) for rank in ranks}
+            self._count += 1
+            tag = Tag(self._count, BUCKET, f"the gradient of '{slot_of(parameter).name}' at another place of the pipe")
+            for rank in [one for one in ranks if one != me]:
+                # Of two ranks one begins with the send: NCCL's messages wait for the one before.
+                for sends in (me < rank, me > rank):
+                    pending.append(comm.send(found[me], rank, tag) if sends else comm.receive(found[rank], rank, tag))
+            for one in pending:
+                one.wait()
+            own.copy_(found[ranks[0]])
+            for rank in ranks[1:]:
+                own.add_(found[rank])
+
+    @staticmethod
+    def _part(parameter: nn.Parameter) -> Tensor:
+        """Return this rank's elements of the gradient, as a plain tensor."""
+        return part_of(slot_of(parameter)).as_subclass(Tensor)

@@ -1,0 +1,281 @@
+"""`pipeline()`: a model whose chunks are divided over the places of a pipe, each place sharded by ZeRO.
+
+Owns the order of the steps that cut a model, and the public handle `Pipeline`. The module lies above `handle.py`, which
+shards the part of a place. Read `table/pipeline.py` for schedules, and `parallel/runner.py` for a step.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal, final
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from zeroshard import peers
+from zeroshard.core.engine import Engine
+from zeroshard.core.undo import Undo
+from zeroshard.describe.optimizers import Optimizers, optimizers_of
+from zeroshard.handle import Zero, shard_over
+from zeroshard.join.start import accepted_by_all, everybody_at, texts_across_ranks, told_to_others
+from zeroshard.parallel.chunked import ChunkedModel
+from zeroshard.parallel.cut import Cut, cut_model, remove_others
+from zeroshard.parallel.runner import Batch, Loss, Runner
+from zeroshard.setup.request import Request, domain_of, place_of
+from zeroshard.table.errors import RankMismatchError
+from zeroshard.table.pipeline import Schedule, schedule_of
+from zeroshard.table.settings import Settings
+from zeroshard.torch_private import DisabledFunction
+from zeroshard.wire.comm import gather_across_ranks
+from zeroshard.wire.mesh import Mesh, current_mesh
+from zeroshard.wire.transports import make_comm
+
+__all__ = ["Pipeline", "pipeline"]
+
+REDUCES = ("last", "each")
+OPTIONS = {field.name for field in dataclasses.fields(Request)} - {"model", "optimizer", "mesh", "room_bytes"}
+"""The arguments of `zs.shard()` that `pipeline()` passes on."""
+
+
+def pipeline(
+    model: nn.Module,
+    optimizer: Optimizers = None,
+    *,
+    mesh: DeviceMesh,
+    micro_batches: int,
+    schedule: str = "1f1b",
+    chunks: int | None = None,
+    loss: Loss | None = None,
+    cut: Sequence[str] | None = None,
+    reduce: Literal["last", "each"] = "last",
+    **options: Any,
+) -> "Pipeline":
+    """Divide a model over the places of a pipe, and shard each place's part, in place; train with `Pipeline.step`.
+
+    Every rank passes the whole model, which may be on the meta device, and an optimizer of all its parameters. Each
+    place keeps the modules of its chunks; the others stay in the model, without parameters, and are not called. Names,
+    groups and checkpoints are those of the whole model.
+
+    Args:
+        model: any module whose forward calls its parts one after the other, each with what the one before returned.
+        optimizer: as in `zs.shard`; groups stay, and may be empty at a place.
+        mesh: a DeviceMesh with an axis "pipe", and axes as in `zs.shard`.
+        micro_batches: how many micro-batches a step cuts its batch into.
+        schedule: "1f1b", "gpipe", "interleaved" (several chunks at each place), or "naive" (one micro-batch at a time).
+        chunks: the number of chunks at each place, for "interleaved"; 2 by default.
+        loss: a function of the model's output and the targets of a micro-batch that returns its mean loss. With None,
+            the model returns the loss, or an object with an attribute `loss`.
+        cut: the names of the modules at which the chunks after the first begin, such as ["blocks.6"]. By default blocks
+            are divided so that the largest chunk has as few bytes of parameters as possible.
+        reduce: "last" reduces gradients with the last micro-batch of a step, and keeps them whole until then; "each"
+            reduces them with each micro-batch.
+        options: the other arguments of `zs.shard`.
+
+    Returns: the handle.
+
+    Raises:
+        ValueError, TypeError: an argument is not supported, or the model cannot be cut there; nothing was changed.
+        RankMismatchError: ranks differ in model, options or versions, or another rank rejected its arguments.
+
+    Collective: as `zs.shard`, and a broadcast of all parameters along the pipe; every rank of the mesh must call.
+    Source: Huang et al., GPipe, 2019; Narayanan et al., PipeDream, 2019; Narayanan et al., Megatron-LM, 2021.
+
+    ```python
+    import torch, zeroshard as zs
+    from torch.distributed.device_mesh import init_device_mesh
+
+    ranks = zs.init()
+    if ranks.world_size > 1:  # torchrun --nproc-per-node 2
+        mesh = init_device_mesh(ranks.device.type, (2, ranks.world_size // 2), mesh_dim_names=("pipe", "shard"))
+        model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(4)))
+        optimizer = torch.optim.AdamW(model.parameters())
+        pipe = zs.pipeline(model, optimizer, mesh=mesh, micro_batches=4, loss=torch.nn.functional.mse_loss)
+        for _ in range(3):
+            loss = pipe.step(torch.ones(16, 8), torch.zeros(16, 8))
+            optimizer.step()
+            optimizer.zero_grad()
+    ```
+    """
+    for name in options.keys() - OPTIONS:
+        hint = f": {peers.ARGUMENTS[name]}" if name in peers.ARGUMENTS else ""
+        raise TypeError(f"pipeline() has no argument {name}={hint}. It takes its own, and those of zs.shard().")
+    joined, settings = current_mesh(place_of(model)), options.get("settings", Settings())
+    settings = settings if isinstance(settings, Settings) else Settings()
+    with told_to_others(joined):
+        if "pipe" not in (getattr(mesh, "mesh_dim_names", None) or ()):
+            raise ValueError(
+                f"{joined} zs.pipeline() needs mesh= with an axis 'pipe'; got {mesh!r}. Create it with "
+                "init_device_mesh(device, (2, size), mesh_dim_names=('pipe', 'shard'))."
+            )
+        domain = domain_of(joined, mesh)
+    places, place = mesh["pipe"].size(), mesh.get_local_rank("pipe")
+    with everybody_at("zs.pipeline()", domain, settings.watchdog_s, settings.heartbeat_s):
+        with accepted_by_all(domain, "zs.pipeline()"):
+            training, evaluation = _schedules(schedule, places, micro_batches, chunks)
+            found = _cut(model, cut, training, loss, reduce)
+        _check_alike(domain, training, found, reduce)
+    for tensor in (*model.parameters(), *model.buffers()):
+        _take_from_first(tensor, mesh["pipe"])
+    own, undo = [*training.chunks_of(place)], Undo()
+    try:
+        removed = remove_others(model, found, own, undo)
+        _remove_from(optimizers_of(optimizer), model, undo)
+        chunked = ChunkedModel(model, found, own, removed)
+        undo.put(vars(model), "forward", chunked.forward)
+        options["units"] = found.units(model, own, options.get("units"))
+        request = Request(model, optimizer, mesh=mesh, **options)
+        zero = shard_over(request, joined, make_comm)
+    except BaseException:
+        undo.run()
+        raise
+    engine = zero._engine
+    chunked.place = str(engine.mesh)
+    engine.comm.across.connect()
+    return Pipeline(zero, _runner(engine, chunked, training, evaluation, loss, reduces_last=reduce == "last"))
+
+
+def _schedules(name: str, places: int, micro_batches: int, chunks: int | None) -> tuple[Schedule, Schedule]:
+    """Return the schedules of a step and of an evaluation."""
+    count = chunks if chunks is not None else 2 if name == "interleaved" else 1
+    if name == "forward":
+        raise ValueError("schedule='forward' has no backwards: pipe.evaluate() runs it. Use '1f1b'.")
+    return schedule_of(name, places, micro_batches, count), schedule_of("forward", places, micro_batches, count)
+
+
+def _cut(model: object, cut: Sequence[str] | None, training: Schedule, loss: object, reduce: object) -> Cut:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module; got {type(model).__name__}.")
+    if loss is not None and not callable(loss):
+        raise TypeError(f"loss must be a function of outputs and targets, or None; got {loss!r}.")
+    if reduce not in REDUCES:
+        raise ValueError(f"reduce must be 'last' or 'each'; got {reduce!r}.")
+    if isinstance(cut, str):
+        raise TypeError(f"cut takes a list of names; got the string {cut!r}.")
+    return cut_model(model, cut, training.all_chunks)
+
+
+def _check_alike(mesh: Mesh, schedule: Schedule, cut: Cut, reduce: str) -> None:
+    """Raise on every rank unless all have the same schedule and cut. Collective: as `texts_across_ranks`."""
+    mine = (
+        f"schedule='{schedule.name}', chunks={schedule.chunks}, micro_batches={schedule.micro_batches}, "
+        f"reduce='{reduce}', cut={list(cut.starts)}"
+    )
+    texts = texts_across_ranks(mesh, mine)
+    if len(set(texts)) > 1:
+        raise RankMismatchError(
+            f"{mesh} zs.pipeline() was given different arguments:\n{mesh.lines(texts)}\nPass the same on every rank."
+        )
+
+
+@torch.no_grad()
+def _take_from_first(tensor: Tensor, mesh: DeviceMesh) -> None:
+    """Give a tensor the values of the first place. Collective: all-gather along the pipe."""
+    if not tensor.is_meta and tensor.numel() and mesh.size() > 1:
+        data = gather_across_ranks(tensor.contiguous().view(-1).view(torch.uint8), mesh)[0]
+        tensor.copy_(data.view(tensor.dtype).view(tensor.shape))
+
+
+def _remove_from(optimizers: Sequence[torch.optim.Optimizer], model: nn.Module, undo: Undo) -> None:
+    """Remove parameters that the model has no more from optimizers; groups stay, also empty ones."""
+    kept = {id(parameter) for parameter in model.parameters()}
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            undo.put(group, "params", [one for one in group["params"] if id(one) in kept])
+
+
+def _runner(
+    engine: Engine,
+    chunked: ChunkedModel,
+    training: Schedule,
+    evaluation: Schedule,
+    loss: Loss | None,
+    *,
+    reduces_last: bool,
+) -> Runner:
+    ranks, chunks_of = engine.mesh.across.along("pipe"), chunked.cut.chunks(chunked.model)
+
+    def units_of(chunk: int) -> Iterator[int]:
+        return (unit.number for unit in engine.units if any(chunk in chunks_of[one] for one in unit.parameters))
+
+    shared = dict[nn.Parameter, Sequence[int]]()
+    for parameter, chunks in chunks_of.items():
+        if len(places := sorted({chunk % training.places for chunk in chunks})) > 1:
+            shared[parameter] = [ranks[place] for place in places]
+    units = {chunk: [*units_of(chunk)] for chunk in chunked.own}
+    return Runner(engine, chunked, training, evaluation, ranks, loss, units, shared, reduces_last=reduces_last)
+
+
+class StepLoss(Tensor):
+    """The mean loss of a step, whose backward `Pipeline.step` has already made."""
+
+    __torch_function__ = DisabledFunction  # type: ignore[assignment]
+
+    def backward(self, *args: Any, **kwargs: Any) -> None:
+        """Raise: there is nothing left to do."""
+        raise RuntimeError(
+            "pipe.step() has already run the backward of each micro-batch: remove loss.backward(), and go on with "
+            "clipping and optimizer.step()."
+        )
+
+
+@final
+class Pipeline:
+    """The handle of a model that is divided over the places of a pipe; see `zs.pipeline`.
+
+    ```python
+    import torch, zeroshard as zs
+    from torch.distributed.device_mesh import init_device_mesh
+
+    ranks = zs.init()
+    if ranks.world_size > 1:  # torchrun --nproc-per-node 2
+        mesh = init_device_mesh(ranks.device.type, (2, ranks.world_size // 2), mesh_dim_names=("pipe", "shard"))
+        model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
+        pipe = zs.pipeline(model, mesh=mesh, micro_batches=2, cut=["1"], loss=torch.nn.functional.mse_loss)
+        before = pipe.evaluate(torch.ones(8, 4), torch.zeros(8, 1))
+        pipe.zero.save("checkpoint")
+    ```
+    """
+
+    def __init__(self, zero: Zero, runner: Runner) -> None:
+        self.zero, self._runner = zero, runner
+        """The handle of the part of this place: saving, loading, norms, `gathered()` (docs/meshes.md)."""
+
+    def __repr__(self) -> str:
+        schedule = self._runner.training
+        return f"Pipeline({schedule.name}, {schedule.micro_batches} micro-batches, {self.zero!r})"
+
+    def step(self, inputs: Any, targets: Any = None, *, last: bool = True) -> Tensor:
+        """Run forward and backward of a batch, in micro-batches, and reduce gradients; the optimizer's step is yours.
+
+        Every rank passes the batch of its place along the data-parallel axes: ranks along "pipe" and "tensor" pass the
+        same. The first dimension of each tensor is cut into micro-batches.
+
+        Args:
+            inputs: a tensor, a tuple of positional arguments or a mapping of keyword arguments of the model.
+            targets: what `loss=` takes beside the model's output.
+            last: False to accumulate gradients over several calls: with reduce="last" they are reduced in the call with
+                True, which must be made before clipping and `optimizer.step()`.
+
+        Returns: (): the mean loss of all micro-batches and ranks, in fp64, equal on every rank.
+
+        Raises:
+            ValueError: the batch cannot be cut into micro-batches.
+            RankMismatchError: a rank raised an exception, which the text has; the gradients of the step were dropped.
+                The rank itself raises its exception.
+
+        Collective: the messages of the pipe, and the passes of `zs.shard`; every rank of the mesh must call.
+        """
+        return self._runner.step(self._batch(inputs, targets), is_last=last).as_subclass(StepLoss)
+
+    def evaluate(self, inputs: Any, targets: Any = None) -> Tensor:
+        """Return the mean loss of a batch, without gradients, equal on every rank; call `model.eval()` before.
+
+        Args and errors are those of `step`. Collective: as `step`; every rank of the mesh must call.
+        """
+        return self._runner.evaluate(self._batch(inputs, targets))
+
+    def _batch(self, inputs: Any, targets: Any) -> Batch:
+        args: tuple[Any, ...] = () if isinstance(inputs, Mapping) else (inputs,)
+        kwargs = dict(inputs) if isinstance(inputs, Mapping) else {}
+        args = inputs if isinstance(inputs, tuple) else args
+        return Batch(args, kwargs, targets, self._runner.training.micro_batches, str(self.zero.mesh))
