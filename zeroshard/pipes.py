@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from zeroshard import peers
 from zeroshard.core.engine import Engine
 from zeroshard.core.undo import Undo
+from zeroshard.describe.ignored import ignored_of
 from zeroshard.describe.optimizers import Optimizers, optimizers_of
 from zeroshard.handle import Zero, shard_over
 from zeroshard.join.start import accepted_by_all, everybody_at, texts_across_ranks, told_to_others
@@ -25,7 +26,7 @@ from zeroshard.setup.request import Request, domain_of, place_of
 from zeroshard.table.errors import RankMismatchError
 from zeroshard.table.pipeline import Schedule, schedule_of
 from zeroshard.table.settings import Settings
-from zeroshard.torch_private import DisabledFunction
+from zeroshard.torch_private import DisabledFunction, local_of
 from zeroshard.wire.comm import gather_across_ranks
 from zeroshard.wire.mesh import Mesh, current_mesh
 from zeroshard.wire.transports import make_comm
@@ -113,6 +114,7 @@ def pipeline(
         with accepted_by_all(domain, "zs.pipeline()"):
             training, evaluation = _schedules(schedule, places, micro_batches, chunks)
             found = _cut(model, cut, training, loss, reduce)
+            ignored_of(model, options.get("ignored", ()))
         _check_alike(domain, training, found, reduce)
     for tensor in (*model.parameters(), *model.buffers()):
         _take_from_first(tensor, mesh["pipe"])
@@ -123,6 +125,7 @@ def pipeline(
         chunked = ChunkedModel(model, found, own, removed)
         undo.put(vars(model), "forward", chunked.forward)
         options["units"] = found.units(model, own, options.get("units"))
+        options["ignored"] = [one for one in options.get("ignored", ()) if _is_here(model, one)]
         request = Request(model, optimizer, mesh=mesh, **options)
         zero = shard_over(request, joined, make_comm)
     except BaseException:
@@ -167,9 +170,18 @@ def _check_alike(mesh: Mesh, schedule: Schedule, cut: Cut, reduce: str) -> None:
         )
 
 
+def _is_here(model: nn.Module, ignored: object) -> bool:
+    """Return whether an item of `ignored=` selects parameters of this place."""
+    try:
+        return bool(ignored_of(model, [ignored]))
+    except ValueError:
+        return False
+
+
 @torch.no_grad()
 def _take_from_first(tensor: Tensor, mesh: DeviceMesh) -> None:
     """Give a tensor the values of the first place. Collective: all-gather along the pipe."""
+    tensor = local_of(tensor)
     if not tensor.is_meta and tensor.numel() and mesh.size() > 1:
         data = gather_across_ranks(tensor.contiguous().view(-1).view(torch.uint8), mesh)[0]
         tensor.copy_(data.view(tensor.dtype).view(tensor.shape))

@@ -62,14 +62,21 @@ class Cut:
             return units
         chosen = find_blocks(model)[0] if units is None else choose_units(model, units)
         inside = {one for block in chosen for one in block.modules()}
-        for block in {*chosen, *tied}:
-            of, several = type(block).__name__, len({str(chunks[parameter]) for parameter in block.parameters()}) > 1
-            if several or (block in tied and (block in inside - chosen or len([*block.parameters()]) > 1)):
+        for block in chosen:
+            of = {str(chunks[p]) for module in block.modules() if module not in tied for p in module.parameters(False)}
+            if len(of) > 1:
                 raise ValueError(
-                    f"A {of} would be a unit with parameters of several chunks, or with one that is tied to another "
-                    "chunk and others: cut the model between its blocks, or name smaller units with units=."
+                    f"A {type(block).__name__} would be a unit with parameters of several chunks: cut the model "
+                    "between its blocks, or name smaller units with units=."
                 )
-        return [*chosen, *(part for part in self.parts if part not in inside and not chosen & {*part.modules()})]
+        for module in tied:
+            if len(names := [name for name, _ in module.named_parameters()]) > 1:
+                raise ValueError(
+                    f"A {type(module).__name__} has a weight that is tied to another chunk, and others: {names}. A "
+                    "module with a tied weight must have no other parameters where the weight is first registered."
+                )
+        outside = (part for part in self.parts if part not in inside and not chosen & {*part.modules()})
+        return [*{**dict.fromkeys(chosen), **dict.fromkeys(tied), **dict.fromkeys(outside)}]
 
     def chunks(self, model: nn.Module) -> dict[nn.Parameter, list[int]]:
         """Return the chunks of each parameter: several, if it is tied over them."""

@@ -23,7 +23,7 @@ from zeroshard.core.slot import NormsOfPlaces, Slot, slot_of
 from zeroshard.join.start import accepted_by_all, texts_across_ranks
 from zeroshard.parallel.alike import checksum
 from zeroshard.setup.equal import check_equal, facts_of
-from zeroshard.setup.request import Described
+from zeroshard.setup.request import Described, check_selections
 from zeroshard.table.errors import RankMismatchError
 from zeroshard.torch_private import graph_task, local_of
 from zeroshard.tree import find
@@ -53,6 +53,7 @@ def check_places(described: Described, comm: Comm, version: str) -> frozenset[st
         check_equal(mesh, comm, facts_of(described, version))
     facts = [f"zeroshard {version}", f"torch {torch.__version__}", f"options: {described.options()}"]
     check_equal(mesh.across, comm.across, facts)
+    _check_selections(described)
     shapes = {name: str(tuple(one.shape)) for name, one in named.items() if id(one) not in described.ignored}
     by_place = _told(mesh, shapes)
     shared = {name for name in shapes if sum(name in place for place in by_place) > 1}
@@ -71,6 +72,20 @@ def check_places(described: Described, comm: Comm, version: str) -> frozenset[st
                 )
     own = next(index for index, rank in enumerate(mesh.across.along("pipe")) if rank == mesh.across.rank)
     return frozenset(name for name in shared if any(name in place for place in told[:own]))
+
+
+def _check_selections(described: Described) -> None:
+    """Raise on every rank if a pattern of `parameters=` or `activations=` selects units at no place.
+
+    Collective: as `texts_across_ranks`.
+    """
+    mesh, refusal = described.mesh, ""
+    try:
+        check_selections(described.row, described.plans, len(mesh.tensor_ranks))
+    except ValueError as error:
+        refusal = str(error)
+    if all(texts_across_ranks(mesh.across, refusal)):
+        raise ValueError(f"{mesh} At every place of the pipe: {refusal}")
 
 
 def _told(mesh: Mesh, mine: Mapping[str, str]) -> list[dict[str, str]]:

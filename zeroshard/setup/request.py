@@ -44,7 +44,7 @@ from zeroshard.values.materialize import InitFn, Weights, check_source
 from zeroshard.wire.comm import Tag
 from zeroshard.wire.mesh import Mesh, backend_of
 
-__all__ = ["Described", "Request", "check_bucket_count", "describe", "domain_of", "place_of"]
+__all__ = ["Described", "Request", "check_bucket_count", "check_selections", "describe", "domain_of", "place_of"]
 
 FormsOf = Callable[[nn.Module, Mesh, bool], Mapping[int, Form]]
 
@@ -166,11 +166,11 @@ def describe(request: Request, joined: Mesh, forms_of: FormsOf) -> Described:
     names = check_entries(model, optimizers, ignored, is_final=is_final)  # before their states are counted
     kept = KeptBytes(plans, optimizers, precision, mesh, numel_of)
     row, offload, chosen = choose_least(resolved, kept, request.room_bytes)
-    check_patterns(row, [plan.name for plan in plans])
     row = row_with(row, offload, is_alone=kept.is_alone)
     check_memories(row)
     check_optimizers(names, optimizers, settings.elementwise, is_cut=row.is_cut)
-    check_activations(row.activations, plans, len(mesh.tensor_ranks))
+    if mesh.pipe is None:  # the units of a pattern may be at another place: see `check_places`
+        check_selections(row, plans, len(mesh.tensor_ranks))
     units = describe_units(
         plans,
         row,
@@ -185,6 +185,12 @@ def describe(request: Request, joined: Mesh, forms_of: FormsOf) -> Described:
     return Described(
         model, optimizers, row, precision, mesh, reduction, plans, units, forms, source, settings, chosen, own, ignored
     )
+
+
+def check_selections(row: Residency, plans: Sequence[UnitPlan], tensor_size: int) -> None:
+    """Raise ValueError unless the patterns of a row select units; see `check_patterns`, `check_activations`."""
+    check_patterns(row, [plan.name for plan in plans])
+    check_activations(row.activations, plans, tensor_size)
 
 
 def _check_reduction(reduction: object) -> None:
