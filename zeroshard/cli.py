@@ -78,6 +78,11 @@ def train(
         int | None, _setting("run.ranks", "Processes; 0: one per GPU, or 2 on a CPU. torchrun's number has priority.")
     ] = None,
     tensor: Annotated[int | None, _setting("run.tensor", "Ranks that split each layer: tensor parallelism.")] = None,
+    pipe: Annotated[int | None, _setting("run.pipe", "Places of a pipeline: the model divided by layers.")] = None,
+    schedule: Annotated[str | None, _setting("run.schedule", "Order of micro-batches, with --pipe.")] = None,
+    micro_batches: Annotated[
+        int | None, _setting("run.micro_batches", "Micro-batches of a step, with --pipe; 0: twice as many as places.")
+    ] = None,
     stage: Annotated[str | None, typer.Option(help="ZeRO stage. Default: 3.", metavar="0|1|2|3|auto")] = None,
     residency: Annotated[str | None, _setting("zero.residency", "Row of the ZeRO paper; replaces --stage.")] = None,
     activations: Annotated[
@@ -112,6 +117,9 @@ def train(
         "model.depth": depth,
         "run.ranks": ranks,
         "run.tensor": tensor,
+        "run.pipe": pipe,
+        "run.schedule": schedule,
+        "run.micro_batches": micro_batches,
         "zero.stage": stage,
         "zero.residency": residency,
         "zero.activations": activations,

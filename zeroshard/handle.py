@@ -222,8 +222,11 @@ def shard(
     return shard_over(asked, current_mesh(place_of(model)), make_comm)
 
 
-def shard_over(asked: Request, joined: Mesh, make_comm: MakeComm) -> "Zero":
+def shard_over(asked: Request, joined: Mesh, make_comm: MakeComm, *, draws_alike: bool = False) -> "Zero":
     """Shard a model over a communicator that the caller creates: describe, check, build, wire.
+
+    Args:
+        draws_alike: whether places of a pipe draw equal first values for what they have in common.
 
     Collective: as `shard()`.
     """
@@ -243,7 +246,7 @@ def shard_over(asked: Request, joined: Mesh, make_comm: MakeComm) -> "Zero":
     if pipe is None:
         check_equal(described.mesh, comm, facts_of(described, VERSION))
     else:
-        elsewhere = check_places(described, comm, VERSION)
+        elsewhere = check_places(described, comm, VERSION, draws_alike=draws_alike)
     check_torch()
     with accepted_by_all(described.mesh.across, "zs.shard()"):
         stores = make_stores(described)

@@ -5,7 +5,7 @@ shards the part of a place. Read `table/pipeline.py` for schedules, and `paralle
 """
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, final
 
 import torch
@@ -19,14 +19,17 @@ from zeroshard.describe.ignored import ignored_of
 from zeroshard.describe.optimizers import Optimizers, optimizers_of
 from zeroshard.handle import Zero, shard_over
 from zeroshard.join.start import accepted_by_all, everybody_at, texts_across_ranks, told_to_others
+from zeroshard.parallel.absent import drawing_all, with_generator_of
 from zeroshard.parallel.chunked import ChunkedModel
-from zeroshard.parallel.cut import Cut, cut_model, remove_others
+from zeroshard.parallel.cut import Cut, cut_model, remove_others, stand_in_on
 from zeroshard.parallel.runner import Batch, Loss, Runner
 from zeroshard.setup.request import Request, domain_of, place_of
 from zeroshard.table.errors import RankMismatchError
 from zeroshard.table.pipeline import Schedule, schedule_of
 from zeroshard.table.settings import Settings
 from zeroshard.torch_private import DisabledFunction, local_of
+from zeroshard.values.materialize import check_source, is_on_meta
+from zeroshard.values.weights import Weights
 from zeroshard.wire.comm import gather_across_ranks
 from zeroshard.wire.mesh import Mesh, current_mesh
 from zeroshard.wire.transports import make_comm
@@ -112,12 +115,14 @@ def pipeline(
     places, place = mesh["pipe"].size(), mesh.get_local_rank("pipe")
     with everybody_at("zs.pipeline()", domain, settings.watchdog_s, settings.heartbeat_s):
         with accepted_by_all(domain, "zs.pipeline()"):
-            training, evaluation = _schedules(schedule, places, micro_batches, chunks)
+            training = _schedule(schedule, places, micro_batches, chunks)
             found = _cut(model, cut, training, loss, reduce)
             ignored_of(model, options.get("ignored", ()))
+            source = check_source(model, options.get("weights"), compares=domain.rank == 0)
         _check_alike(domain, training, found, reduce)
+    is_drawn, along = is_on_meta(model), mesh["pipe"]
     for tensor in (*model.parameters(), *model.buffers()):
-        _take_from_first(tensor, mesh["pipe"])
+        _take_from_first(tensor, along)
     own, undo = [*training.chunks_of(place)], Undo()
     try:
         removed = remove_others(model, found, own, undo)
@@ -126,23 +131,28 @@ def pipeline(
         undo.put(vars(model), "forward", chunked.forward)
         options["units"] = found.units(model, own, options.get("units"))
         options["ignored"] = [one for one in options.get("ignored", ()) if _is_here(model, one)]
+        if is_drawn:
+            if not isinstance(source, Weights):
+                source = drawing_all(model, removed, joined.device, source)
+            options["weights"] = source
         request = Request(model, optimizer, mesh=mesh, **options)
-        zero = shard_over(request, joined, make_comm)
+        with with_generator_of(lambda state: _take_from_first(state, along), joined.device):
+            zero = shard_over(request, joined, make_comm, draws_alike=True)
     except BaseException:
         undo.run()
         raise
     engine = zero._engine
     chunked.place = str(engine.mesh)
     engine.comm.across.connect()
-    return Pipeline(zero, _runner(engine, chunked, training, evaluation, loss, reduces_last=reduce == "last"))
+    stand_in_on(engine.mesh.device, model, removed)
+    return Pipeline(zero, _runner(engine, chunked, training, loss, reduces_last=reduce == "last"))
 
 
-def _schedules(name: str, places: int, micro_batches: int, chunks: int | None) -> tuple[Schedule, Schedule]:
-    """Return the schedules of a step and of an evaluation."""
+def _schedule(name: str, places: int, micro_batches: int, chunks: int | None) -> Schedule:
     count = chunks if chunks is not None else 2 if name == "interleaved" else 1
     if name == "forward":
         raise ValueError("schedule='forward' has no backwards: pipe.evaluate() runs it. Use '1f1b'.")
-    return schedule_of(name, places, micro_batches, count), schedule_of("forward", places, micro_batches, count)
+    return schedule_of(name, places, micro_batches, count)
 
 
 def _cut(model: object, cut: Sequence[str] | None, training: Schedule, loss: object, reduce: object) -> Cut:
@@ -199,7 +209,6 @@ def _runner(
     engine: Engine,
     chunked: ChunkedModel,
     training: Schedule,
-    evaluation: Schedule,
     loss: Loss | None,
     *,
     reduces_last: bool,
@@ -214,7 +223,7 @@ def _runner(
         if len(places := sorted({chunk % training.places for chunk in chunks})) > 1:
             shared[parameter] = [ranks[place] for place in places]
     units = {chunk: [*units_of(chunk)] for chunk in chunked.own}
-    return Runner(engine, chunked, training, evaluation, ranks, loss, units, shared, reduces_last=reduces_last)
+    return Runner(engine, chunked, training, ranks, loss, units, shared, reduces_last=reduces_last)
 
 
 class StepLoss(Tensor):
@@ -277,17 +286,46 @@ class Pipeline:
 
         Collective: the messages of the pipe, and the passes of `zs.shard`; every rank of the mesh must call.
         """
-        return self._runner.step(self._batch(inputs, targets), is_last=last).as_subclass(StepLoss)
+        batch = self._batch(inputs, targets, self._runner.training.micro_batches)
+        return self._runner.step(batch, is_last=last).as_subclass(StepLoss)
 
-    def evaluate(self, inputs: Any, targets: Any = None) -> Tensor:
-        """Return the mean loss of a batch, without gradients, equal on every rank; call `model.eval()` before.
+    def evaluate(self, inputs: Any, targets: Any = None, *, loss: Loss | None = None) -> Tensor:
+        """Return the mean loss of a batch, without gradients, in fp64, equal on every rank; call `model.eval()` before.
 
-        Args and errors are those of `step`. Collective: as `step`; every rank of the mesh must call.
+        Args:
+            inputs: as in `step`; a batch of any size is cut into at most as many micro-batches as in a step.
+            targets: as in `step`.
+            loss: another function than that of `zs.pipeline`.
+
+        Raises:
+            RankMismatchError: as in `step`.
+
+        Collective: the messages of the pipe, and the forwards of `zs.shard`; every rank of the mesh must call.
         """
-        return self._runner.evaluate(self._batch(inputs, targets))
+        return self._runner.evaluate(self._batch(inputs, targets), loss)
 
-    def _batch(self, inputs: Any, targets: Any) -> Batch:
+    def forward(self, inputs: Any, *, take: Callable[[Any], Tensor] | None = None) -> Tensor:
+        """Return the model's output for a batch, without gradients, on every rank of its pipe: for generation.
+
+        Generate on every rank of the mesh, with equal lengths, and without a cache of keys and values: each call runs
+        the model on all places.
+
+        Args:
+            inputs: as in `evaluate`.
+            take: a function that returns a tensor of the model's output, such as its logits; its first dimension is
+                that of the batch. By default the output is that tensor.
+
+        Collective: as `evaluate`; every rank of the mesh must call.
+        """
+        return self._runner.forward(self._batch(inputs, None), take)
+
+    def _batch(self, inputs: Any, targets: Any, count: int = 0) -> Batch:
+        """Return a batch, in `count` micro-batches, or in the most of equal size that a step's number allows."""
         args: tuple[Any, ...] = () if isinstance(inputs, Mapping) else (inputs,)
         kwargs = dict(inputs) if isinstance(inputs, Mapping) else {}
         args = inputs if isinstance(inputs, tuple) else args
-        return Batch(args, kwargs, targets, self._runner.training.micro_batches, str(self.zero.mesh))
+        batch = Batch(args, kwargs, targets, count or 1, str(self.zero.mesh))
+        if count:
+            return batch
+        fits = [n for n in range(1, self._runner.training.micro_batches + 1) if batch.rows % n == 0]
+        return dataclasses.replace(batch, micro_batches=fits[-1])

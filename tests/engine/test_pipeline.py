@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -16,7 +17,7 @@ from tests import models
 from tests.contract.source import REPOSITORY
 from tests.contract.test_all import examples, run_block
 from tests.rotation import is_whole, third
-from zeroshard.testing import run_ranks
+from zeroshard.testing import RankFailure, run_ranks
 
 TIMEOUT_S = 480
 WATCHDOG_S = 60.0
@@ -223,3 +224,188 @@ def run_page() -> None:
 @pytest.mark.parametrize("world", [2, 4])
 def test_the_program_of_the_page_runs(world: int) -> None:
     run_ranks(run_page, world, process_group=False, timeout_s=TIMEOUT_S)
+
+
+# -- models on the meta device ----------------------------------------------------------------------------------------
+
+
+def draw(module: nn.Module) -> None:
+    """Initialize a module: a block also scales the weights of its layers, after they were drawn."""
+    if isinstance(module, nn.Linear | nn.Embedding | nn.LayerNorm):
+        module.reset_parameters()
+    elif isinstance(module, models.Attention):
+        with torch.no_grad():
+            module.out.weight.mul_(0.5)
+    elif isinstance(module, models.GPT):
+        nn.init.normal_(module.position, std=0.1)
+
+
+def start(places: int, data: int, weights: str | None, stage: int) -> dict[str, torch.Tensor]:
+    mesh = init_device_mesh("cpu", (places, data), mesh_dim_names=("pipe", "shard"))
+    torch.manual_seed(100 + torch.distributed.get_rank())
+    with torch.device("meta"):
+        model = models.GPT(depth=4, tied=weights is None)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    options = {"stage": stage, "weights": draw if weights is None else weights, "loss": language_loss}
+    pipe = zs.pipeline(model, optimizer, mesh=mesh, micro_batches=MICRO, **options)
+    ids = tokens(0, pipe.zero.mesh.rank)
+    pipe.step(ids, ids)
+    with pipe.zero.gathered():
+        return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("from_files", [False, True])
+def test_a_model_on_the_meta_device_starts_with_the_values_of_one_process(from_files: bool, tmp_path: Any) -> None:
+    whole = models.GPT(depth=4, tied=not from_files)
+    torch.manual_seed(100)
+    whole.apply(draw)
+    expected = dict(whole.state_dict())
+    if from_files:
+        save_file(expected, str(tmp_path / "model.safetensors"))
+    for places, data, stage in third([(2, 2, 3), (4, 1, 0), (2, 1, 2)]):
+        names = set[str]()
+        weights = str(tmp_path) if from_files else None
+        for found in run_ranks(start, places * data, places, data, weights, stage, timeout_s=TIMEOUT_S):
+            for name, value in found.items():
+                assert torch.equal(value, expected[name]), (places, name)
+            names |= found.keys()
+        # A tied head has the name of the embedding alone at the first place, and both at the last.
+        assert names == expected.keys()
+
+
+# -- what is refused --------------------------------------------------------------------------------------------------
+
+
+class Skipping(models.Stack):
+    """A stack in which every block gets the output of the stem."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first = x = self.stem(x)
+        for block in self.blocks:
+            x = block(x) + first
+        return self.head(x)
+
+
+class Scaled(models.Stack):
+    """A stack whose output is scaled by a parameter of its own, which belongs to the first place."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__(depth)
+        self.scale = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.scale
+
+
+class Twice(models.Stack):
+    """A stack that calls its stem again at the end."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + self.stem(x)[:, :3]
+
+
+class Odd(models.Block):
+    """A block that returns no tensor."""
+
+    def forward(self, x: Any) -> Any:
+        return range(3)
+
+
+class Growing(models.Stack):
+    """A stack whose activations have another shape in the second micro-batch."""
+
+    count = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        Growing.count += 1
+        return super().forward(torch.cat([x, x]) if Growing.count == 2 else x)
+
+
+def odd_stack(depth: int) -> nn.Module:
+    model = models.Stack(depth)
+    model.blocks[2] = Odd()
+    return model
+
+
+def try_step(kind: str, stage: int) -> str:
+    """Make a pipeline, and a step of it; return the error's class and text."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pipe", "shard"))
+    rank = torch.distributed.get_rank()
+    torch.manual_seed(7)
+    kinds = {"skip": Skipping, "scale": Scaled, "twice": Twice, "odd": odd_stack, "growing": Growing}
+    model = kinds.get(kind, models.Stack)(DEPTH)
+    options: dict[str, Any] = {"micro_batches": MICRO, "schedule": "1f1b", "loss": F.mse_loss, "cut": None}
+    changes: dict[str, dict[str, Any]] = {
+        "schedule": {"schedule": ("1f1b", "gpipe")[rank]},
+        "few": {"micro_batches": 1},
+        "many chunks": {"schedule": "interleaved", "chunks": 5},
+        "no module": {"cut": ["blocks.11"]},
+        "order": {"cut": ["stem"]},
+        "no scalar": {"loss": lambda output, target: output},
+        "a word": {"reduce": "never"},
+        "unknown": {"overlap": True},
+        "other's": {"sharding_strategy": "full"},
+    }
+    options |= changes.get(kind, {})
+    inputs, targets = batch(0, rank if kind == "inputs" else 0)
+    if kind == "rows":
+        inputs, targets = inputs[:-1], targets[:-1]
+    if kind == "shapes" and rank:
+        inputs, targets = inputs[:8], targets[:8]
+    try:
+        settings = zs.Settings(watchdog_s=WATCHDOG_S)
+        pipe = zs.pipeline(model, mesh=mesh, stage=stage, settings=settings, **options)
+        if kind == "mode" and rank:
+            model.eval()
+        if kind == "call":
+            model(inputs)
+        loss = pipe.step(inputs, targets)
+        loss.backward()
+    except (ValueError, TypeError, RuntimeError, zs.RankMismatchError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was raised"
+
+
+REFUSED = {
+    "skip": ("RankMismatchError", "'blocks.5' needs a value of 'stem'"),
+    "scale": ("RankMismatchError", "The output of Scaled needs a value of 'scale'"),
+    "twice": ("RankMismatchError", "The forward calls 'stem', of chunk 0, after a module of chunk 1"),
+    "odd": ("RankMismatchError", "Module 'blocks.2' returns a range"),
+    "growing": ("RankMismatchError", "Micro-batch 1: the chunk sends (8, 12) torch.float32"),
+    "schedule": ("RankMismatchError", "zs.pipeline() was given different arguments"),
+    "few": ("ValueError", "micro_batches=1 is below the 2 places"),
+    "many chunks": ("ValueError", "Stack has 8 blocks, too few for a pipe of 10 chunks"),
+    "no module": ("ValueError", "cut= names 'blocks.11', which is no module of Stack"),
+    "order": ("ValueError", "leaves chunk 0 without parameters"),
+    "no scalar": ("RankMismatchError", "loss= of zs.pipeline() returned a tensor of shape (4, 3)"),
+    "a word": ("ValueError", "reduce must be 'last' or 'each'"),
+    "unknown": ("TypeError", "pipeline() has no argument overlap="),
+    "other's": ("TypeError", "pipeline() has no argument sharding_strategy=: "),
+    "inputs": ("RankMismatchError", "The place before this one on the pipe got other inputs"),
+    "rows": ("ValueError", "A batch of 15 cannot be cut into 4 equal micro-batches"),
+    "call": ("RuntimeError", "The model was called by itself, but this place has only a part of it"),
+    "loss": ("RuntimeError", "pipe.step() has already run the backward"),
+}
+ALONE = ("inputs",)
+"""What only the place behind raises, which ends its process."""
+
+
+@pytest.mark.product
+@pytest.mark.parametrize("kind", [kind for kind in REFUSED if kind not in ALONE])
+def test_what_a_pipeline_cannot_do_is_an_error_on_all_ranks(kind: str) -> None:
+    error, text = REFUSED[kind]
+    found = run_ranks(try_step, 2, kind, len(kind) % 4, timeout_s=TIMEOUT_S)
+    for one in found:
+        assert text in one, one
+    assert any(one.startswith((error, "RuntimeError", "ValueError")) for one in found), found
+
+
+@pytest.mark.parametrize("kind", ALONE)
+def test_other_inputs_along_the_pipe_are_found(kind: str) -> None:
+    with pytest.raises(RankFailure) as failed:
+        run_ranks(end_with_error, 2, kind, timeout_s=TIMEOUT_S)
+    assert REFUSED[kind][1] in str(failed.value)
+
+
+def end_with_error(kind: str) -> None:
+    raise RuntimeError(try_step(kind, 0))

@@ -14,7 +14,7 @@ SIZES = [(places, micro) for places in range(1, 9) for micro in range(1, 33)]
 def made(name: str, places: int, micro: int, chunks: int) -> Schedule | None:
     """Return a schedule; None where the numbers are refused, as they should be."""
     is_refused = (name in ("1f1b", "interleaved") and micro < places) or (
-        chunks > 1 and micro % max(1, micro // places) > 0
+        name == "interleaved" and micro % max(1, micro // places) > 0
     )
     if not is_refused:
         return schedule_of(name, places, micro, chunks)

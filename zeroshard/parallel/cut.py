@@ -22,7 +22,7 @@ from zeroshard.core.undo import Undo
 from zeroshard.describe.blocks import find_blocks
 from zeroshard.describe.units import choose_units
 
-__all__ = ["Cut", "cut_model", "registered", "remove_others"]
+__all__ = ["Cut", "cut_model", "registered", "remove_others", "stand_in_on"]
 
 
 @final
@@ -235,6 +235,14 @@ def remove_others(model: nn.Module, cut: Cut, own: Sequence[int], undo: Undo) ->
             for key in inner._buffers.keys() - inner._non_persistent_buffers_set:
                 _move(inner, inner._buffers, key, inner._buffers[key], undo)
     return removed
+
+
+def stand_in_on(device: torch.device, model: nn.Module, removed: dict[str, Tensor]) -> None:
+    """Have what stands for removed parameters on a device: code between parts may compute with it."""
+    for name, tensor in removed.items():
+        path, _, key = name.rpartition(".")
+        removed[name] = torch.zeros((), dtype=tensor.dtype, device=device).expand(tensor.shape)
+        vars(model.get_submodule(path))[key] = removed[name]
 
 
 def _move(module: nn.Module, registry: dict[str, Any], key: str, value: Any, undo: Undo) -> None:

@@ -24,6 +24,10 @@ from zeroshard.wire.comm import Comm, Pending, Tag
 
 __all__ = ["Mail", "NOTHING"]
 
+SHARED: Final = (Tag.BUCKETS - 4, Tag.BUCKETS - 6)
+"""In tags, beyond those of activations."""
+MOST_DIMS: Final = 8
+DTYPES: Final = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.bool)
 NOTHING: Final = object()
 """What a place tells of a shape that it has told before."""
 
@@ -132,6 +136,25 @@ class Mail:
         """Take back the memory of a message that nothing reads any more."""
         for one in tensors:
             self._free.setdefault((tuple(one.shape), one.dtype), []).append(one)
+
+    def share(self, tensor: Tensor | None, place: int) -> Tensor:
+        """Return the tensor of one place along the pipe, on every rank along it; None elsewhere."""
+        source, what = self._ranks[place], f"the output of the model from pipe {place}"
+        tags = [Tag(self._calls, bucket, what) for bucket in SHARED]
+        if tensor is not None:
+            shape = [tensor.ndim, DTYPES.index(tensor.dtype), *tensor.shape]
+            head = torch.tensor([*shape, *[0] * (MOST_DIMS + 2 - len(shape))], device="cpu")
+            sent, others = (head, tensor.contiguous()), [rank for rank in self._ranks if rank != source]
+            pending = [self._comm.send(one, rank, tag) for rank in others for one, tag in zip(sent, tags, strict=True)]
+            for one in pending:
+                one.wait()
+            return tensor
+        head = torch.zeros(MOST_DIMS + 2, dtype=torch.int64, device="cpu")
+        self._comm.receive(head, source, tags[0]).wait()
+        ndim, dtype, *sizes = head.tolist()
+        taken = torch.empty(sizes[:ndim], dtype=DTYPES[dtype], device=self._comm.mesh.device)
+        self._comm.receive(taken, source, tags[1]).wait()
+        return taken
 
     # -- what the first message of a shape says -----------------------------------------------------------------------
 

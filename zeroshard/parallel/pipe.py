@@ -37,10 +37,13 @@ SCHEDULES = "torch.distributed.pipelining.schedules"
 META = "on the meta device"
 
 
-def check_places(described: Described, comm: Comm, version: str) -> frozenset[str]:
+def check_places(described: Described, comm: Comm, version: str, *, draws_alike: bool) -> frozenset[str]:
     """Compare the ranks of each place, and the places; return the parameters that an earlier place has, too.
 
     Norms count these there.
+
+    Args:
+        draws_alike: whether places draw equal first values for a parameter on the meta device.
 
     Raises:
         RankMismatchError: on every rank, if ranks of a place differ, or places differ in options or versions, or have
@@ -61,7 +64,7 @@ def check_places(described: Described, comm: Comm, version: str) -> frozenset[st
     for number, place in enumerate(told := _told(mesh, values)):
         for name, value in place.items():
             first = next(index for index, other in enumerate(told) if name in other)
-            if told[first][name] != value or META in value:
+            if told[first][name] != value or (META in value and not draws_alike):
                 ranks = [", ".join(str(mesh.across.numbers[rank]) for rank in row) for row in mesh.places()]
                 raise RankMismatchError(
                     f"{mesh} Places {first} and {number} of the pipe both have a parameter '{name}': "

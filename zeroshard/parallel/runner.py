@@ -34,7 +34,7 @@ from zeroshard.parallel.idle import idle_backward, idle_forward
 from zeroshard.parallel.mail import NOTHING, Incoming, Mail
 from zeroshard.parallel.tied import Tied
 from zeroshard.table.errors import RankMismatchError
-from zeroshard.table.pipeline import RECEIVES, Action, Kind, Schedule
+from zeroshard.table.pipeline import RECEIVES, Action, Kind, Schedule, schedule_of
 from zeroshard.tree import find, map_tensors
 
 __all__ = ["Batch", "Runner"]
@@ -125,7 +125,6 @@ class Runner:
 
     Args:
         training: the schedule of a step.
-        evaluation: the schedule of an evaluation.
         ranks: the rank of all places' communicator at each place along the pipe.
         units: the units of each chunk of this place.
         shared: the parameters that other places have, too, with the ranks of these places, in order.
@@ -137,7 +136,6 @@ class Runner:
         engine: Engine,
         chunked: ChunkedModel,
         training: Schedule,
-        evaluation: Schedule,
         ranks: Sequence[int],
         loss: Loss | None,
         units: Mapping[int, Sequence[int]],
@@ -146,7 +144,7 @@ class Runner:
         reduces_last: bool,
     ) -> None:
         self.engine, self.chunked, self.loss, self.reduces_last = engine, chunked, loss, reduces_last
-        self.training, self.evaluation, self.own = training, evaluation, ranks.index(engine.comm.across.mesh.rank)
+        self.training, self.ranks, self.own = training, ranks, ranks.index(engine.comm.across.mesh.rank)
         self.tied = Tied(engine, shared)
         self.chunks = {
             chunk: Chunk(f"chunk {chunk}", numbers, chunk == chunked.cut.count - 1) for chunk, numbers in units.items()
@@ -161,19 +159,46 @@ class Runner:
         Args:
             is_last: whether gradients are reduced now; otherwise a later call accumulates.
         """
-        return _Step(self, self.training, batch, is_last=is_last).run()
+        return _Step(self, self.training, batch, self.loss, is_last=is_last).run()
 
-    def evaluate(self, batch: Batch) -> Tensor:
+    @torch.no_grad()
+    def evaluate(self, batch: Batch, loss: Loss | None) -> Tensor:
         """Run the forwards of all micro-batches without gradients; return the mean loss."""
-        with torch.no_grad():
-            return _Step(self, self.evaluation, batch, is_last=False).run()
+        return _Step(self, self._forwards(batch), batch, loss or self.loss, is_last=False).run()
+
+    @torch.no_grad()
+    def forward(self, batch: Batch, take: Callable[[Any], Any] | None) -> Tensor:
+        """Run the forwards of all micro-batches without gradients; return the model's output, on every rank.
+
+        Args:
+            take: returns a tensor of the model's output, whose first dimension is that of the micro-batch.
+        """
+        found: list[Tensor] = []
+
+        def keep(output: Any, targets: Any) -> Tensor:
+            found.append(output if take is None else take(output))
+            if not isinstance(found[-1], Tensor) or not found[-1].ndim:
+                raise TypeError(
+                    f"{self.engine.mesh} pipe.forward() returns a tensor with a dimension for the batch; the model "
+                    f"returned a {type(output).__name__}. Pass take=, such as lambda output: output.logits."
+                )
+            return torch.zeros((), device=found[-1].device)
+
+        _Step(self, self._forwards(batch), batch, keep, is_last=False).run()
+        if len(self.ranks) == 1:
+            return torch.cat(found)
+        return self.mail.share(torch.cat(found) if found else None, len(self.ranks) - 1)
+
+    def _forwards(self, batch: Batch) -> Schedule:
+        return schedule_of("forward", self.training.places, batch.micro_batches, self.training.chunks)
 
 
 @final
 class _Step:
     """One step, or one evaluation."""
 
-    def __init__(self, runner: Runner, schedule: Schedule, batch: Batch, *, is_last: bool) -> None:
+    def __init__(self, runner: Runner, schedule: Schedule, batch: Batch, loss: Loss | None, *, is_last: bool) -> None:
+        self._function = loss
         self._runner, self._mail, self._schedule, self._batch = runner, runner.mail, schedule, batch
         self._is_last, self._has_grad = is_last, torch.is_grad_enabled()
         self._key = batch.key, self._has_grad, runner.chunked.model.training
@@ -371,7 +396,7 @@ class _Step:
 
     def _loss(self, chunk: int, micro_batch: int, output: Any, targets: Any) -> Tensor:
         """Return the loss of a micro-batch, as a part of the mean of all."""
-        function = self._runner.loss
+        function = self._function
         loss: Any = output if isinstance(output, Tensor) else getattr(output, "loss", None)
         if function is not None:
             loss = function(output, targets)

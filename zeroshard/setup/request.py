@@ -40,7 +40,8 @@ from zeroshard.table.cells import Residency, check_memories
 from zeroshard.table.settings import Settings
 from zeroshard.table.spec import UnitSpec
 from zeroshard.table.stages import name_of_row
-from zeroshard.values.materialize import InitFn, Weights, check_source
+from zeroshard.values.materialize import InitFn, check_source
+from zeroshard.values.weights import Weights
 from zeroshard.wire.comm import Tag
 from zeroshard.wire.mesh import Mesh, backend_of
 
@@ -66,7 +67,7 @@ class Request:
     units: Sequence[object] | None = None
     mesh: DeviceMesh | int | None = None
     reduction: Literal["mean", "sum"] | float = "mean"
-    weights: str | Path | InitFn | None = None
+    weights: str | Path | InitFn | Weights | None = None
     settings: Settings = field(default_factory=Settings)
     room_bytes: int | None = None
     """Device bytes that stage and offload "auto" may use on each rank; None for no limit."""

@@ -129,9 +129,8 @@ def _hang_casts(
         for module in model.modules():
             if isinstance(module, precision.keep) and (kept := next(module.parameters(False), None)) is not None:
                 casts.append((module, kept.dtype, precision.param))
-        output = precision.output or torch.float32
-        casts_of = CastIn(precision.param, engine.loss_scale), CastOut(output, engine.loss_scale)
-        edge = Edge(*casts_of, engine.flights.is_cut)
+        output, scale = precision.output or torch.float32, engine.loss_scale
+        edge = Edge(CastIn(precision.param, scale), CastOut(output, scale), engine.flights.is_cut)
         edges = dict.fromkeys(called)
         for module in edges:
             keep(module.register_forward_pre_hook(EdgeIn(edge), with_kwargs=True))

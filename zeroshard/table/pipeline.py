@@ -90,8 +90,8 @@ def _naive(*sizes: int) -> Pairs:
     return sorted(_gpipe(*sizes), key=lambda one: one[-1])
 
 
-def _forwards(*sizes: int) -> Pairs:
-    return [one for one in _one_by_one(*sizes) if one[0] is Kind.FORWARD]
+def _forwards(place: int, places: int, chunks: int, count: int) -> Pairs:
+    return [(Kind.FORWARD, chunk, micro) for chunk in range(chunks) for micro in range(count)]
 
 
 def _one_by_one(place: int, places: int, chunks: int, count: int) -> Pairs:
@@ -145,7 +145,7 @@ def schedule_of(
 
 def _problem(name: str, places: int, micro_batches: int, chunks: int) -> str | None:
     """Return why there is no such schedule; None if there is."""
-    rounds = max(1, micro_batches // places) if chunks > 1 else 1
+    rounds = max(1, micro_batches // places) if chunks > 1 and name == "interleaved" else 1
     if name not in SCHEDULES:
         hint = APART if name.lower().removeprefix("schedule").replace("_", "-") in SPLIT else ""
         return f"schedule={name!r} is not one of {', '.join(map(repr, SCHEDULES))}.{hint}"

@@ -23,7 +23,7 @@ __all__ = ["describe_data", "describe_start", "summarize", "tokens_per_step"]
 
 _RESIDENT: Final = ("parameters", "gradients", "states", "padding")
 _PREDICTED_KINDS: Final = ("gather", "reduce")
-_KINDS: Final = (*_PREDICTED_KINDS, "agree", "start", "state")
+_KINDS: Final = (*_PREDICTED_KINDS, "pipe", "agree", "start", "state")
 
 
 def describe_start(run: Run) -> Start:
@@ -32,7 +32,8 @@ def describe_start(run: Run) -> Start:
     return Start(
         model=f"{run.language.description}, {run.config.train.precision}",
         mesh=f"{mesh.world_size} {'rank' if mesh.world_size == 1 else 'ranks'} on {mesh.device.type}"
-        + f", {run.config.run.tensor} of them split a layer" * (run.config.run.tensor > 1),
+        + f", {run.config.run.tensor} of them split a layer" * (run.config.run.tensor > 1)
+        + f", {run.config.run.pipe} places of a pipeline ({run.config.run.schedule})" * (run.config.run.pipe > 1),
         data=_name_data(run),
         row=name_row(run.config),
         cells={column: str(getattr(row, column)) for column in ("states", "gradients", "parameters", "activations")},
@@ -87,6 +88,8 @@ def _compare(run: Run) -> Mapping[str, Any]:
     tally = run.tally
     if run.mesh.rank or not tally.steps_of_start:
         return {}
+    if run.pipe is not None:
+        return {"problem": "plans do not know pipelines"}
     held = {column: run.zero.memory().resident_bytes[column] for column in _RESIDENT}
     held["parameters"] += sum(buffer.nbytes for buffer in run.model.buffers())
     peak_bytes = torch.cuda.max_memory_allocated() if run.mesh.device.type == "cuda" else None

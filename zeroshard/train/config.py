@@ -17,7 +17,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 import zeroshard as zs
 from zeroshard.train.inputs import read_input
 from zeroshard.train.models.shape import GPTConfig
-from zeroshard.train.ranks import check_ranks, check_split
+from zeroshard.train.ranks import check_pipe, check_ranks, check_split
 
 __all__ = [
     "ALIASES",
@@ -237,6 +237,9 @@ class Run(_Section):
     tensor: int = Field(
         default=1, ge=1, description="ranks that split each layer (tensor parallelism) and read the same batches"
     )
+    pipe: int = Field(default=1, ge=1, description="places of a pipeline, over which the model is divided by layers")
+    schedule: Literal["1f1b", "gpipe", "interleaved", "naive"] = Field(default="1f1b", description="of run.pipe")
+    micro_batches: int = Field(default=0, ge=0, description="per step, with run.pipe; 0 for twice as many as places")
     seed: int = Field(default=1, ge=0, description="seed of parameters, data order and sample")
     profile_steps: int = Field(default=0, ge=0, description="steps to profile, after the first two; 0 for none")
     log_every: int = Field(default=50, ge=1, description="steps between lines without a terminal")
@@ -300,7 +303,9 @@ class Config(_Section):
             batch, learning_rate = _HF_BATCH, _HF_LEARNING_RATE
         learning_rate *= LEARNING_RATE_FACTORS[self.train.optimizer]
         derived = {"batch": self.train.batch or batch, "learning_rate": self.train.learning_rate or learning_rate}
-        run = self.run.model_copy(update={"ranks": self.run.ranks or _count_devices() or _CPU_RANKS})
+        micro_batches = self.run.micro_batches or (2 * self.run.pipe if self.run.pipe > 1 else 0)
+        ranks = self.run.ranks or _count_devices() or _CPU_RANKS
+        run = self.run.model_copy(update={"ranks": ranks, "micro_batches": micro_batches})
         return self.model_copy(update={"train": self.train.model_copy(update=derived), "run": run})
 
     @model_validator(mode="after")
@@ -310,6 +315,8 @@ class Config(_Section):
         if tensor > 1:
             treatments = "" if self.hf_folder else self.zero.residency or self.zero.activations
             check_split(tensor, self.train.optimizer, treatments, compiles=self.train.compile_blocks)
+        has_auto = AUTO in (self.zero.stage, self.zero.offload)
+        check_pipe(resolved.train.batch, resolved.run, accumulation=accumulation, has_auto=has_auto)
         return self
 
 

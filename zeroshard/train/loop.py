@@ -28,6 +28,7 @@ from zeroshard.train.data import IGNORED, count_scored, heldout_batches, trainin
 from zeroshard.train.lease import Lease
 from zeroshard.train.metrics import EvalRecord, Reporter, Reporters, RunFiles, StepRecord, Summary
 from zeroshard.train.models.language import generate
+from zeroshard.train.models.piped import summed_loss
 from zeroshard.train.resume import Saver, check_settings, keep_export_files, resume
 from zeroshard.train.run import Run, check_equal, check_files
 
@@ -200,6 +201,8 @@ def _backward(run: Run) -> Tensor:
         rank=run.reader,
         world_size=run.readers,
     )
+    if run.pipe is not None:
+        return run.pipe.step(inputs.to(mesh.device), targets.to(mesh.device))
     total = torch.zeros((), device=mesh.device)
     parts = train.accumulation
     micro_batches = zip(inputs.tensor_split(parts), targets.tensor_split(parts), strict=True)
@@ -271,9 +274,7 @@ def _evaluate(run: Run) -> EvalRecord:
     nats = torch.zeros((), dtype=torch.float64, device=run.mesh.device)
     run.model.eval()
     for inputs, targets in batches:
-        logits = run.language.compute_logits(inputs.to(run.mesh.device)).flatten(0, 1)
-        targets = targets.to(run.mesh.device).flatten()
-        nats += F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
+        nats += _score(run, inputs.to(run.mesh.device), targets.to(run.mesh.device))
     run.model.train()
     mine = torch.stack([nats, torch.tensor(time.perf_counter() - start_s).to(nats)])
     mean, eval_s = zs.mean_across_ranks(mine).tolist()
@@ -287,8 +288,18 @@ def _evaluate(run: Run) -> EvalRecord:
     )
 
 
+def _score(run: Run, inputs: Tensor, targets: Tensor) -> Tensor:
+    """Return the nats of all targets of a batch, 0-d; of a pipeline, the mean of those of all readers."""
+    if run.pipe is not None:
+        return run.pipe.evaluate(inputs, targets, loss=summed_loss) * len(inputs)
+    logits = run.language.compute_logits(inputs).flatten(0, 1)
+    return F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORED, reduction="sum")
+
+
 def _sample(run: Run) -> str:
     """Generate the sample on rank 0 and those along its axis "tensor", with the full parameters gathered on all ranks.
+
+    With a pipeline all ranks generate it together.
 
     Collective: `gathered()`; every rank must call.
     """
@@ -298,7 +309,7 @@ def _sample(run: Run) -> str:
     [(prompt, _)] = run.tokenizer.encode([wanted.prompt])
     tokens_per_byte = run.corpus.train.numel() / run.corpus.train_bytes
     with run.zero.gathered():
-        if run.reader:
+        if run.reader and run.pipe is None:
             return ""
         run.model.eval()
         tokens = generate(

@@ -4,9 +4,9 @@ Owns the texts of these errors. It must not know torch. `models/shape.py` and `m
 model's own sizes.
 """
 
-from typing import Final
+from typing import Any, Final
 
-__all__ = ["check_ranks", "check_split"]
+__all__ = ["check_pipe", "check_ranks", "check_split"]
 
 _WHOLE: Final = ("muon", "adafactor")
 """Optimizers that need whole matrices."""
@@ -57,4 +57,40 @@ def check_split(tensor: int, optimizer: str, treatments: str, *, compiles: bool)
         raise ValueError(
             f"train.optimizer={optimizer} needs whole matrices, and run.tensor={tensor} splits them; use an "
             "element-wise optimizer, such as adamw, or run.tensor=1"
+        )
+
+
+def check_pipe(batch: int, run: Any, *, accumulation: int, has_auto: bool) -> None:
+    """Raise ValueError if something in the settings cannot be used with a model that is divided over a pipe.
+
+    Args:
+        batch: windows of a step.
+        run: the section `run` of the settings, resolved.
+        accumulation: `train.accumulation`.
+        has_auto: whether the stage or the offload is to be chosen.
+    """
+    if run.pipe == 1:
+        return
+    if run.tensor > 1:
+        raise ValueError(f"run.pipe={run.pipe} with run.tensor={run.tensor}: use one of the two")
+    if run.ranks % run.pipe:
+        raise ValueError(
+            f"run.pipe={run.pipe} does not divide run.ranks={run.ranks}; set run.ranks to a multiple of {run.pipe}, or "
+            f"run.pipe to a divisor of {run.ranks}"
+        )
+    if accumulation > 1:
+        raise ValueError(
+            f"train.accumulation={accumulation} with run.pipe={run.pipe}: a pipeline cuts a batch into "
+            "run.micro_batches; set that instead"
+        )
+    if batch % (parts := run.ranks // run.pipe * run.micro_batches):
+        raise ValueError(
+            f"train.batch={batch} windows cannot be divided into run.micro_batches={run.micro_batches} equal "
+            f"micro-batches on each of run.ranks={run.ranks} / run.pipe={run.pipe}; set train.batch to a multiple of "
+            f"{parts}"
+        )
+    if has_auto:
+        raise ValueError(
+            f"run.pipe={run.pipe}: zero.stage=auto and zero.offload=auto are chosen by a plan, which does not know "
+            "pipelines; give values"
         )

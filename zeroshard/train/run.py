@@ -21,6 +21,7 @@ from zeroshard.train.metrics import EvalRecord, RunFiles
 from zeroshard.train.models.gpt import GPT
 from zeroshard.train.models.hf import check_causal, check_folder, check_hf, load_hf
 from zeroshard.train.models.language import LanguageModel, make_gpt
+from zeroshard.train.models.piped import mean_loss, piped
 from zeroshard.train.models.shape import check_gpt
 from zeroshard.train.models.split_hf import plan_of
 from zeroshard.train.optimizers import make_optimizer
@@ -90,7 +91,8 @@ def check_files(run: "Run", files: RunFiles | None) -> None:
 class Run:
     """One run on one rank: the objects of the loop, and the counters.
 
-    `reader` counts the parts of a batch, of which there are `readers`: ranks along the axis "tensor" read the same one.
+    `reader` counts the parts of a batch, of which there are `readers`: ranks along the axes "tensor" and "pipe" read
+    the same one. `pipe` is the handle of a pipeline, or None.
     """
 
     def __init__(self, config: Config, mesh: zs.Mesh, start_s: float) -> None:
@@ -102,18 +104,29 @@ class Run:
         self.model = self.language.module
         self.parameters_numel = sum(p.numel() for p in self.model.parameters())
         self.optimizer = make_optimizer(config.train, self.language)
-        self.zero = zs.shard(
-            self.model,
-            self.optimizer,
-            **_row(config),
-            offload=config.zero.offload or None,
-            precision=config.train.precision,
-            mesh=self.axes,
-            weights=self.language.weights,
-            settings=zs.Settings(watchdog_s=config.zero.watchdog_s),
-        )
+        options = _row(config) | {
+            "offload": config.zero.offload or None,
+            "precision": config.train.precision,
+            "weights": self.language.weights,
+            "settings": zs.Settings(watchdog_s=config.zero.watchdog_s),
+        }
+        self.pipe: zs.Pipeline | None = None
+        if config.run.pipe > 1:
+            assert self.axes is not None, "it has the axis"
+            self.pipe = zs.pipeline(
+                self.model,
+                self.optimizer,
+                mesh=self.axes,
+                micro_batches=config.run.micro_batches,
+                schedule=config.run.schedule,
+                loss=mean_loss,
+                **options,
+            )
+            self.zero, self.language = self.pipe.zero, piped(self.language, self.pipe)
+        else:
+            self.zero = zs.shard(self.model, self.optimizer, mesh=self.axes, **options)
         readers = self.zero.mesh.data_ranks
-        self.reader, self.readers = readers.index(mesh.rank), len(readers)
+        self.reader, self.readers = readers.index(self.zero.mesh.rank), len(readers)
         if self.axes is not None:  # `zs.init` has given ranks that read the same batch other seeds
             torch.manual_seed(config.run.seed + self.reader)
         if config.train.compile_blocks:
@@ -202,7 +215,10 @@ def learning_rate_factor(step: int, *, steps: int, warmup_fraction: float, final
 
 
 def _lay_out(config: Config, mesh: zs.Mesh) -> DeviceMesh | None:
-    """Return the axes "shard" and "tensor", the second over neighbouring ranks; None without the second."""
+    """Return the axes "shard" and "tensor", the second over neighbouring ranks, or "pipe" and "shard"; None without."""
+    if config.run.pipe > 1:
+        places = (config.run.pipe, mesh.world_size // config.run.pipe)
+        return init_device_mesh(mesh.device.type, places, mesh_dim_names=("pipe", "shard"))
     if config.run.tensor == 1:
         return None
     sizes = (mesh.world_size // config.run.tensor, config.run.tensor)
@@ -220,7 +236,7 @@ def make_model(config: Config, tokenizer: Tokenizer, axes: DeviceMesh | None = N
     else:
         with torch.device("meta"):
             language = make_gpt(replace(config.gpt, vocabulary=tokenizer.vocabulary))
-    if axes is None:
+    if axes is None or "tensor" not in (axes.mesh_dim_names or ()):
         return language
     from zeroshard.train.models.split import split_language  # imports torch's DTensor, which is slow
 

@@ -41,7 +41,7 @@ from zeroshard.tree import find
 from zeroshard.values.weights import Weights, own_tensors, tensors_of
 from zeroshard.wire.mesh import Mesh
 
-__all__ = ["InitFn", "Share", "StandIns", "Weights", "check_source", "is_on_meta", "materialize"]
+__all__ = ["InitFn", "Share", "StandIns", "check_source", "in_order", "initializers_of", "is_on_meta", "materialize"]
 
 Tensor = torch.Tensor
 InitFn = Callable[[nn.Module], object]
@@ -70,7 +70,7 @@ def is_on_meta(model: nn.Module) -> bool:
 
 
 def check_source(
-    model: nn.Module, weights: str | Path | InitFn | None, *, compares: bool = True
+    model: nn.Module, weights: str | Path | InitFn | Weights | None, *, compares: bool = True
 ) -> Weights | InitFn | None:
     """Raise, before any change, if a model's initial values are not available; return their source.
 
@@ -82,7 +82,7 @@ def check_source(
         ValueError: no initializer writes a module's own parameters or buffers; names or shapes differ between the
             model and the files; the model already has values.
     """
-    if not (weights is None or isinstance(weights, str | Path) or callable(weights)):
+    if not (weights is None or isinstance(weights, str | Path | Weights) or callable(weights)):
         raise TypeError(f"weights must be a directory or a function of a module; got {weights!r}.")
     if not is_on_meta(model):
         if weights is not None:
@@ -91,7 +91,7 @@ def check_source(
                 "zs.shard(), or build it under `with torch.device('meta'):`."
             )
         return None
-    if callable(weights):
+    if callable(weights) or isinstance(weights, Weights):
         return weights
     opened = None if weights is None else Weights(weights, model)
     if opened is not None:
@@ -101,7 +101,7 @@ def check_source(
 
 
 def _check_initializers(model: nn.Module, weights: Weights | None) -> None:
-    initializers, tensors = _initializers(model), tensors_of(model)
+    initializers, tensors = initializers_of(model), tensors_of(model)
     for name, module in model.named_modules():
         for key, tensor in own_tensors(module):
             is_loaded = weights is not None and weights.find(tensors[id(tensor)][1]) is not None
@@ -177,11 +177,11 @@ class _Work:
 
     def __post_init__(self) -> None:
         names = {module: name for name, module in self.model.named_modules()}
-        self.order = [(names[module], module) for module in _children_first(self.model, set())]
+        self.order = [(names[module], module) for module in in_order(self.model, set())]
         self._names = {identity: known for identity, (_, known) in tensors_of(self.model).items()}
         self.weights = self.source if isinstance(self.source, Weights) else None
         modules, chosen = self.model.modules(), self.source
-        self._initializers = dict.fromkeys(modules, chosen) if callable(chosen) else _initializers(self.model)
+        self._initializers = dict.fromkeys(modules, chosen) if callable(chosen) else initializers_of(self.model)
         self._meta = {id(m) for m in self.model.modules() if is_on_meta(m)}
         touches = self._foresee()
         for plan in self.plans:
@@ -341,16 +341,17 @@ class _Touches(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _children_first(module: nn.Module, seen: set[nn.Module]) -> Iterator[nn.Module]:
+def in_order(module: nn.Module, seen: set[nn.Module]) -> Iterator[nn.Module]:
+    """Yield a module's modules that are not in `seen`, each once, in the order of `Module.apply`."""
     if module in seen:
         return
     seen.add(module)
     for child in module.children():
-        yield from _children_first(child, seen)
+        yield from in_order(child, seen)
     yield module
 
 
-def _initializers(model: nn.Module) -> dict[nn.Module, InitFn | None]:
+def initializers_of(model: nn.Module) -> dict[nn.Module, InitFn | None]:
     """Return the initializer of each module: that of its Transformers model, or a method of its own."""
     found: dict[nn.Module, InitFn | None] = {}
 
