@@ -5,6 +5,7 @@ shards the part of a place. Read `table/pipeline.py` for schedules, and `paralle
 """
 
 import dataclasses
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, final
 
@@ -119,7 +120,7 @@ def pipeline(
             found = _cut(model, cut, training, loss, reduce)
             ignored_of(model, options.get("ignored", ()))
             source = check_source(model, options.get("weights"), compares=domain.rank == 0)
-        _check_alike(domain, training, found, reduce)
+        _check_alike(domain, training, found, reduce, model)
     is_drawn, along = is_on_meta(model), mesh["pipe"]
     for tensor in (*model.parameters(), *model.buffers()):
         _take_from_first(tensor, along)
@@ -128,7 +129,7 @@ def pipeline(
         removed = remove_others(model, found, own, undo)
         _remove_from(optimizers_of(optimizer), model, undo)
         chunked = ChunkedModel(model, found, own, removed)
-        undo.put(vars(model), "forward", chunked.forward)
+        undo.put(vars(model), "forward", chunked.replacement())
         options["units"] = found.units(model, own, options.get("units"))
         options["ignored"] = [one for one in options.get("ignored", ()) if _is_here(model, one)]
         if is_drawn:
@@ -167,11 +168,14 @@ def _cut(model: object, cut: Sequence[str] | None, training: Schedule, loss: obj
     return cut_model(model, cut, training.all_chunks)
 
 
-def _check_alike(mesh: Mesh, schedule: Schedule, cut: Cut, reduce: str) -> None:
-    """Raise on every rank unless all have the same schedule and cut. Collective: as `texts_across_ranks`."""
+def _check_alike(mesh: Mesh, schedule: Schedule, cut: Cut, reduce: str, model: nn.Module) -> None:
+    """Raise on every rank unless all have the same schedule, cut and model. Collective: as `texts_across_ranks`."""
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    shapes = zlib.crc32(repr([(name, one.shape, one.dtype, one.is_meta) for name, one in tensors]).encode())
     mine = (
         f"schedule='{schedule.name}', chunks={schedule.chunks}, micro_batches={schedule.micro_batches}, "
-        f"reduce='{reduce}', cut={list(cut.starts)}"
+        f"reduce='{reduce}', cut={list(cut.starts)}, a {type(model).__name__} of {len(tensors)} tensors with checksum "
+        f"{shapes:08x} of their names and shapes"
     )
     texts = texts_across_ranks(mesh, mine)
     if len(set(texts)) > 1:

@@ -14,11 +14,11 @@ Note: what crosses a border
     another place, and did not cross the border, is an error where a part or the output of the model needs it.
 """
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import IntEnum
-from functools import partial
 from typing import Any, final
 
 import torch
@@ -164,7 +164,7 @@ class ChunkedModel:
     def install(self) -> None:
         """Put this object in the way of calls of the model and its parts; again, where a part was compiled since."""
         for part in self.cut.parts:
-            call_through(part, partial(self.call, part))
+            call_through(part, functools.partial(self.call, part))
 
     # -- a forward ----------------------------------------------------------------------------------------------------
 
@@ -185,8 +185,17 @@ class ChunkedModel:
         finally:
             self.chunk, self._arrived, self._sent, self._following = None, (), None, None
 
+    def replacement(self) -> Callable[..., Any]:
+        """Return what replaces the model's `forward`, with its signature."""
+
+        @functools.wraps(self._forward)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return self.forward(*args, **kwargs)
+
+        return forward
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the user's forward as far as the chunk; the replacement of the model's `forward`."""
+        """Run the user's forward as far as the chunk."""
         if self.chunk is None:
             if self.cut.count == 1:
                 return self._forward(*args, **kwargs)

@@ -15,6 +15,7 @@ def idle_forward(engine: Engine, chunk: Chunk, *, has_grad: bool) -> None:
     if engine.is_sharded:
         engine.flights.chunk = chunk
         key, place = engine.flights.forward_of("", has_grad=has_grad)
+        engine.flights.chunk = None
         engine.close(engine.order.open("forward", key, place=place, holds=has_grad))
 
 

@@ -35,6 +35,9 @@ TENSORS = 64
 """The largest number of tensors that cross a border, and a bound of their messages' tags."""
 
 
+Shape = tuple[tuple[int, ...], torch.dtype]
+
+
 @final
 @dataclass
 class Incoming:
@@ -63,7 +66,9 @@ class Mail:
 
     def __init__(self, comm: Comm, ranks: Sequence[int], micro_batches: int, most: int) -> None:
         self._comm, self._ranks, self._micro_batches, self._most = comm, ranks, micro_batches, most
-        self._free: dict[tuple[tuple[int, ...], torch.dtype], list[Tensor]] = {}
+        self._free: dict[Shape, list[Tensor]] = {}
+        self._used: set[Shape] = set()
+        """What the step needs: memory of other shapes is dropped when the next one begins."""
         self._outputs: dict[tuple[int, int], list[tuple[Pending, Tensor]]] = {}
         """Activations under way, by chunk and micro-batch."""
         self._gradients: deque[list[tuple[Pending, Tensor]]] = deque()
@@ -72,6 +77,8 @@ class Mail:
     def begin(self) -> None:
         """Begin a step or an evaluation: its messages are others than those before."""
         self._calls += 1
+        self._free = {shape: free for shape, free in self._free.items() if shape in self._used}
+        self._used = set()
 
     def finish(self) -> None:
         """Wait for everything that was sent."""
@@ -129,6 +136,7 @@ class Mail:
         return incoming
 
     def _take(self, border: Border) -> Tensor:
+        self._used.add((border.shape, border.dtype))
         free = self._free.get((border.shape, border.dtype))
         return free.pop() if free else torch.empty(border.shape, dtype=border.dtype, device=self._comm.mesh.device)
 

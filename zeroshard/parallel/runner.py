@@ -365,7 +365,10 @@ class _Step:
         self._runner.engine.flights.chunk = self._runner.chunks[chunk]
         followed = self._with_graph(chunk, micro_batch, arrived, learned)
         learning = learned if learned.is_known else dataclasses.replace(learned, outputs={})
-        output = chunked.run(chunk, args, kwargs, followed, learning)
+        try:
+            output = chunked.run(chunk, args, kwargs, followed, learning)
+        finally:
+            self._runner.engine.flights.chunk = None
         if chunk == chunked.cut.count - 1:
             loss = self._loss(chunk, micro_batch, output, targets)
             self._total += loss.detach()
