@@ -185,8 +185,6 @@ class Runner:
             return torch.zeros((), device=found[-1].device)
 
         _Step(self, self._forwards(batch), batch, keep, is_last=False).run()
-        if len(self.ranks) == 1:
-            return torch.cat(found)
         return self.mail.share(torch.cat(found) if found else None, len(self.ranks) - 1)
 
     def _forwards(self, batch: Batch) -> Schedule:
