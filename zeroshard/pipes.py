@@ -21,9 +21,10 @@ from zeroshard.describe.optimizers import Optimizers, optimizers_of
 from zeroshard.handle import Zero, shard_over
 from zeroshard.join.start import accepted_by_all, everybody_at, texts_across_ranks, told_to_others
 from zeroshard.parallel.absent import drawing_all, with_generator_of
+from zeroshard.parallel.batch import Batch
 from zeroshard.parallel.chunked import ChunkedModel
 from zeroshard.parallel.cut import Cut, cut_model, remove_others, stand_in_on
-from zeroshard.parallel.runner import Batch, Loss, Runner
+from zeroshard.parallel.runner import Loss, Runner
 from zeroshard.setup.request import Request, domain_of, place_of
 from zeroshard.table.errors import RankMismatchError
 from zeroshard.table.pipeline import Schedule, schedule_of

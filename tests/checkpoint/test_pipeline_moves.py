@@ -1,6 +1,5 @@
 """Checkpoints of `zs.pipeline`: the whole model under its own names, from any layout and schedule to any other."""
 
-import functools
 import random
 from typing import Any
 
@@ -8,8 +7,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import zeroshard as zs
@@ -17,6 +14,8 @@ from tests import models
 from tests.oracle import TIMEOUT_S, WATCHDOG_S, assert_same
 from tests.rotation import is_whole
 from zeroshard.testing import run_ranks
+
+from .wholes import mesh_of, whole_of
 
 WORLD, MICRO, ROWS = 4, 4, 16
 MOVES, SOME = 120, 10
@@ -40,12 +39,6 @@ OPTIMIZERS = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, eps=1e-6),
     "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
 }
-
-
-@functools.cache
-def mesh_of(sizes: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
-    """Return one mesh for all models of a process: torch never ends the threads of a mesh's groups."""
-    return init_device_mesh("cpu", sizes, mesh_dim_names=names)
 
 
 def loss_of(logits: Tensor, ids: Tensor) -> Tensor:
@@ -90,19 +83,7 @@ class Run:
 
     def whole(self) -> dict[str, Any]:
         """Return what this place has, whole, by name."""
-        with self.pipe.zero.gathered(states=True):
-            found: dict[str, Any] = {}
-            for name, parameter in self.model.named_parameters():
-                found[name] = full(parameter)
-                for key, value in sorted(self.optimizer.state[parameter].items()):
-                    found[f"{name}/{key}"] = full(value)
-            return found
-
-
-def full(value: Any) -> Any:
-    if isinstance(value, DTensor):
-        return value.full_tensor().detach().clone()
-    return value.detach().clone() if isinstance(value, Tensor) else value
+        return whole_of(self.pipe.zero, self.model, self.optimizer)
 
 
 def move(folder: str, pairs: list[tuple[Layout, Layout]]) -> list[tuple[Any, ...]]:

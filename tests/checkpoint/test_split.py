@@ -1,7 +1,6 @@
 """Checkpoints of models that torch split over the axis "tensor": whole tensors, from any layout to any other."""
 
 import errno
-import functools
 import os
 import random
 from pathlib import Path
@@ -11,8 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import zeroshard as zs
@@ -25,6 +23,7 @@ from zeroshard.checkpoint.verify import verify
 from zeroshard.testing import run_ranks
 
 from .faulty import Failing, refuse
+from .wholes import mesh_of, whole_of
 
 WORLD = 4
 WIDTH = 20
@@ -58,12 +57,6 @@ def build(seed: int) -> nn.Sequential:
 def loss_of(model: nn.Module, step: int) -> Tensor:
     loss: Tensor = model(randn(3, WIDTH, key=(step,))).square().mean()
     return loss
-
-
-@functools.cache
-def mesh_of(sizes: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
-    """Return one mesh for all models of a process: torch never ends the threads of a mesh's groups."""
-    return init_device_mesh("cpu", sizes, mesh_dim_names=names)
 
 
 Layout = tuple[tuple[tuple[str, int], ...], int]
@@ -110,19 +103,7 @@ class Run:
         return losses
 
     def whole(self) -> dict[str, Any]:
-        with self.zero.gathered(states=True):
-            found: dict[str, Any] = {}
-            for name, parameter in self.model.named_parameters():
-                found[name] = full(parameter)
-                for key, value in sorted(self.optimizer.state[parameter].items()):
-                    found[f"{name}/{key}"] = full(value)
-            return found
-
-
-def full(value: Any) -> Any:
-    if isinstance(value, DTensor):
-        return value.full_tensor().detach().clone()
-    return value.detach().clone() if isinstance(value, Tensor) else value
+        return whole_of(self.zero, self.model, self.optimizer)
 
 
 def move(folder: str, kind: str, pairs: list[tuple[Layout, Layout]], options: dict[str, Any]) -> None:

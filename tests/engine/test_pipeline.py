@@ -375,7 +375,7 @@ REFUSED = {
     "schedule": ("RankMismatchError", "zs.pipeline() was given different arguments"),
     "few": ("ValueError", "micro_batches=1 is below the 2 places"),
     "many chunks": ("ValueError", "Stack has 8 blocks, too few for a pipe of 10 chunks"),
-    "no module": ("ValueError", "cut= names 'blocks.11', which is no module of Stack"),
+    "no module": ("ValueError", "cut= names 'blocks.11', which is not a module of Stack"),
     "order": ("ValueError", "leaves chunk 0 without parameters"),
     "no scalar": ("RankMismatchError", "loss= of zs.pipeline() returned a tensor of shape (4, 3)"),
     "a word": ("ValueError", "reduce must be 'last' or 'each'"),

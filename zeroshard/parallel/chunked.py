@@ -152,6 +152,7 @@ class ChunkedModel:
         self.model, self.cut, self.own, self._removed, self.place = model, cut, own, removed, ""
         """`place` is the text that names this rank in errors."""
         self._forward: Callable[..., Any] = model.forward
+        self._routes = {part: functools.partial(self.call, part) for part in cut.parts}
         self.chunk: int | None = None
         """The chunk that runs; None outside a forward of the pipeline."""
         self._arrived: tuple[Tensor, ...] = ()
@@ -163,8 +164,8 @@ class ChunkedModel:
 
     def install(self) -> None:
         """Put this object in the way of calls of the model and its parts; again, where a part was compiled since."""
-        for part in self.cut.parts:
-            call_through(part, functools.partial(self.call, part))
+        for part, route in self._routes.items():
+            call_through(part, route)
 
     # -- a forward ----------------------------------------------------------------------------------------------------
 

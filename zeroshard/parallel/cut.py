@@ -111,7 +111,7 @@ def cut_model(model: nn.Module, cut: Sequence[str] | None, count: int) -> Cut:
         if name not in named or not name:
             near = [one for one in named if one.rpartition(".")[2] == name.rpartition(".")[2] and one][:3]
             hint = f" There are {near}." if near else ""
-            raise ValueError(f"cut= names '{name}', which is no module of {type(model).__name__}.{hint}")
+            raise ValueError(f"cut= names '{name}', which is not a module of {type(model).__name__}.{hint}")
         if sum(p.numel() for p in named[name].parameters()) == 0:
             raise ValueError(f"cut= names '{name}', which has no parameters: name the first module that has.")
     starts = [places[named[name]] for name in names]
@@ -224,9 +224,9 @@ def remove_others(model: nn.Module, cut: Cut, own: Sequence[int], undo: Undo) ->
 
     Returns: these tensors, by name.
     """
-    kept = {id(p) for name, _, p, chunk in registered(model, cut) if chunk in own}
-    removed: dict[str, Tensor] = {}
-    for name, (module, key), parameter, chunk in [*registered(model, cut)]:
+    all_registered, removed = [*registered(model, cut)], dict[str, Tensor]()
+    kept = {id(parameter) for _, _, parameter, chunk in all_registered if chunk in own}
+    for name, (module, key), parameter, chunk in all_registered:
         if chunk not in own and id(parameter) not in kept:
             removed[name] = torch.zeros((), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
             _move(module, module._parameters, key, removed[name], undo)
@@ -246,7 +246,7 @@ def stand_in_on(device: torch.device, model: nn.Module, removed: dict[str, Tenso
 
 
 def _move(module: nn.Module, registry: dict[str, Any], key: str, value: Any, undo: Undo) -> None:
-    """Make an attribute of a module that is no parameter and no buffer of what was one."""
+    """Replace a parameter or a buffer of a module by a plain attribute of the same name."""
     before = [*registry.items()]
 
     def take_back() -> None:

@@ -1,6 +1,6 @@
 """The runner of a pipeline: executes the actions of a schedule at one place.
 
-Owns one step: micro-batches, forwards, backwards, and when messages are sent and received. The order of actions is that
+Owns one step: forwards, backwards, and when messages are sent and received. The order of actions is that
 of `table/pipeline.py`; what a chunk computes is that of `parallel/chunked.py`.
 
 Note: a step of a pipeline
@@ -28,66 +28,17 @@ from torch import Tensor, nn
 from zeroshard.core.engine import Engine
 from zeroshard.core.flights import Chunk
 from zeroshard.core.states import Scope
-from zeroshard.parallel.alike import checksum
+from zeroshard.parallel.batch import Batch
 from zeroshard.parallel.chunked import Border, ChunkedModel, Learned
 from zeroshard.parallel.idle import idle_backward, idle_forward
 from zeroshard.parallel.mail import NOTHING, Incoming, Mail
 from zeroshard.parallel.tied import Tied
 from zeroshard.table.errors import RankMismatchError
 from zeroshard.table.pipeline import RECEIVES, Action, Kind, Schedule, schedule_of
-from zeroshard.tree import find, map_tensors
 
-__all__ = ["Batch", "Runner"]
+__all__ = ["Loss", "Runner"]
 
 Loss = Callable[[Any, Any], Tensor]
-
-
-@final
-@dataclass(frozen=True)
-class Batch:
-    """The inputs and targets of a step, which `at` cuts into micro-batches along the first dimension."""
-
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-    targets: Any
-    micro_batches: int
-    place: str
-
-    def __post_init__(self) -> None:
-        sizes = {tuple(one.shape[:1]) for one in find((self.args, dict(self.kwargs), self.targets), Tensor)}
-        if len(sizes) != 1 or () in sizes:
-            shown = sorted(size[0] if size else "no dimension" for size in sizes)
-            raise ValueError(
-                f"{self.place} pipe.step() cuts the first dimension of each tensor of inputs and targets into "
-                f"micro-batches, and needs tensors of one length there; got {shown or 'no tensor'}."
-            )
-        if self.rows % self.micro_batches or not self.rows:
-            raise ValueError(
-                f"{self.place} A batch of {self.rows} cannot be cut into {self.micro_batches} equal micro-batches: "
-                "make the batch a multiple, or change micro_batches= of zs.pipeline()."
-            )
-
-    @property
-    def rows(self) -> int:
-        """The length of the first dimension."""
-        return find((self.args, dict(self.kwargs), self.targets), Tensor)[0].shape[0]
-
-    @property
-    def key(self) -> Any:
-        """What the shapes at the borders follow from: those of a micro-batch."""
-        tensors = find((self.args, dict(self.kwargs)), Tensor)
-        return self.rows // self.micro_batches, tuple((one.shape[1:], one.dtype) for one in tensors)
-
-    def checksum(self, micro_batch: int) -> int:
-        """Return a checksum of a micro-batch's inputs, for a comparison of places."""
-        args, kwargs, _ = self.at(micro_batch)
-        return zlib.crc32(repr([checksum(one) for one in find((args, kwargs), Tensor)]).encode())
-
-    def at(self, micro_batch: int) -> tuple[Any, Any, Any]:
-        """Return args, kwargs and targets of a micro-batch."""
-        size = self.rows // self.micro_batches
-        rows = slice(micro_batch * size, (micro_batch + 1) * size)
-        return tuple(map_tensors(one, lambda t: t[rows]) for one in (self.args, dict(self.kwargs), self.targets))
 
 
 class _Arrive(torch.autograd.Function):

@@ -131,7 +131,7 @@ def schedule_of(
             backward follows the forward immediately.
 
     Raises:
-        ValueError: there is no such schedule for these numbers.
+        ValueError: the name or the numbers are not supported.
     """
     for what, number in (("places", places), ("micro_batches", micro_batches), ("chunks", chunks)):
         if type(number) is not int or number < 1:
@@ -144,7 +144,7 @@ def schedule_of(
 
 
 def _problem(name: str, places: int, micro_batches: int, chunks: int) -> str | None:
-    """Return why there is no such schedule; None if there is."""
+    """Return why a schedule is refused; None if it is supported."""
     rounds = max(1, micro_batches // places) if chunks > 1 and name == "interleaved" else 1
     if name not in SCHEDULES:
         hint = APART if name.lower().removeprefix("schedule").replace("_", "-") in SPLIT else ""
