@@ -32,7 +32,7 @@ from zeroshard.testing import RankFailure, run_ranks
 
 from .faulty import Failing, refuse
 from .test_faults import die
-from .test_split import full
+from .wholes import whole_of
 
 pytestmark = pytest.mark.timeout(400)
 TIMEOUT_S = 240
@@ -142,14 +142,8 @@ class Run:
 
     def values(self) -> dict[str, Any]:
         """Return the parameters, buffers and states of this rank's place."""
-        with self.zero.gathered(states=True):
-            found: dict[str, Any] = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
-            for name, parameter in self.model.named_parameters():
-                found[name] = full(parameter)
-                for one in self.optimizers:
-                    for key, value in sorted(one.state.get(parameter, {}).items()):
-                        found[f"{name}/{key}"] = full(value)
-            return found
+        buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
+        return buffers | whole_of(self.zero, self.model, *self.optimizers)
 
 
 # -- moves ------------------------------------------------------------------------------------------------------------

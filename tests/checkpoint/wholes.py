@@ -19,14 +19,15 @@ def mesh_of(sizes: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
     return init_device_mesh("cpu", sizes, mesh_dim_names=names)
 
 
-def whole_of(zero: zs.Zero, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def whole_of(zero: zs.Zero, model: nn.Module, *optimizers: torch.optim.Optimizer) -> dict[str, Any]:
     """Return the whole parameters and states that this rank's place has, by name. Collective: `gathered()`."""
     with zero.gathered(states=True):
         found: dict[str, Any] = {}
         for name, parameter in model.named_parameters():
             found[name] = _full(parameter)
-            for key, value in sorted(optimizer.state[parameter].items()):
-                found[f"{name}/{key}"] = _full(value)
+            for optimizer in optimizers:
+                for key, value in sorted(optimizer.state.get(parameter, {}).items()):
+                    found[f"{name}/{key}"] = _full(value)
         return found
 
 
