@@ -152,8 +152,9 @@ def shard(
             "auto" moves to the host only the part of the states that does not fit half of the device's free memory, and
             at stage 3 also parameters, if all the states are not enough.
         parameters: how units keep their parameters, if not as `stage` says: "sharded", "until-backward" (gathered
-            parameters stay full from the forward until the backward has used them), "replicated" (never sharded), a
-            cell, or a mapping from patterns of unit names to these, such as {"head": "replicated"}.
+            parameters stay full from the forward until the backward has used them), "until-step" (they stay full until
+            the optimizer's step, for several micro-batches), "replicated" (never sharded), a cell, or a mapping from
+            patterns of unit names to these, such as {"head": "replicated"}.
         ignored: parameters, modules or patterns of parameter names that zeroshard does not manage: each rank keeps its
             own values and gradients, and updates them with an optimizer that is not passed to `shard`. Checkpoints and
             gradient norms exclude them. Ignored parameters on the meta device start with the values of rank 0.

@@ -54,6 +54,7 @@ def pipeline(
     loss: Loss | None = None,
     cut: Sequence[str] | None = None,
     reduce: Literal["last", "each"] = "last",
+    recompute: bool = False,
     **options: Any,
 ) -> "Pipeline":
     """Divide a model over the places of a pipe, and shard each place's part, in place; train with `Pipeline.step`.
@@ -75,6 +76,8 @@ def pipeline(
             are divided so that the largest chunk has as few bytes of parameters as possible.
         reduce: "last" reduces gradients with the last micro-batch of a step, and keeps them whole until then; "each"
             reduces them with each micro-batch.
+        recompute: whether of each micro-batch a chunk keeps its input alone, and runs again while the gradient is on
+            its way. The first micro-batch, and one whose backward follows its forward, keep their activations.
         options: the other arguments of `zs.shard`.
 
     Returns: the handle.
@@ -117,11 +120,11 @@ def pipeline(
     places, place = mesh["pipe"].size(), mesh.get_local_rank("pipe")
     with everybody_at("zs.pipeline()", domain, settings.watchdog_s, settings.heartbeat_s):
         with accepted_by_all(domain, "zs.pipeline()"):
-            training = _schedule(schedule, places, micro_batches, chunks)
+            training = _schedule(schedule, places, micro_batches, chunks, recompute)
             found = _cut(model, cut, training, loss, reduce)
             ignored_of(model, options.get("ignored", ()))
             source = check_source(model, options.get("weights"), compares=domain.rank == 0)
-        _check_alike(domain, training, found, reduce, model)
+        _check_alike(domain, training, found, f"reduce='{reduce}', recompute={recompute}", model)
     is_drawn, along = is_on_meta(model), mesh["pipe"]
     for tensor in (*model.parameters(), *model.buffers()):
         _take_from_first(tensor, along)
@@ -150,11 +153,13 @@ def pipeline(
     return Pipeline(zero, _runner(engine, chunked, training, loss, reduces_last=reduce == "last"))
 
 
-def _schedule(name: str, places: int, micro_batches: int, chunks: int | None) -> Schedule:
+def _schedule(name: str, places: int, micro_batches: int, chunks: int | None, recompute: bool) -> Schedule:
+    if type(recompute) is not bool:
+        raise TypeError(f"recompute must be True or False; got {recompute!r}. Treatments of blocks are activations=.")
     count = chunks if chunks is not None else 2 if name == "interleaved" else 1
     if name == "forward":
         raise ValueError("schedule='forward' has no backwards: pipe.evaluate() runs it. Use '1f1b'.")
-    return schedule_of(name, places, micro_batches, count)
+    return schedule_of(name, places, micro_batches, count, recomputed=range(places * count * recompute))
 
 
 def _cut(model: object, cut: Sequence[str] | None, training: Schedule, loss: object, reduce: object) -> Cut:
@@ -169,13 +174,13 @@ def _cut(model: object, cut: Sequence[str] | None, training: Schedule, loss: obj
     return cut_model(model, cut, training.all_chunks)
 
 
-def _check_alike(mesh: Mesh, schedule: Schedule, cut: Cut, reduce: str, model: nn.Module) -> None:
+def _check_alike(mesh: Mesh, schedule: Schedule, cut: Cut, options: str, model: nn.Module) -> None:
     """Raise on every rank unless all have the same schedule, cut and model. Collective: as `texts_across_ranks`."""
     tensors = [*model.named_parameters(), *model.named_buffers()]
     shapes = zlib.crc32(repr([(name, one.shape, one.dtype, one.is_meta) for name, one in tensors]).encode())
     mine = (
         f"schedule='{schedule.name}', chunks={schedule.chunks}, micro_batches={schedule.micro_batches}, "
-        f"reduce='{reduce}', cut={list(cut.starts)}, a {type(model).__name__} of {len(tensors)} tensors with checksum "
+        f"{options}, cut={list(cut.starts)}, a {type(model).__name__} of {len(tensors)} tensors with checksum "
         f"{shapes:08x} of their names and shapes"
     )
     texts = texts_across_ranks(mesh, mine)

@@ -14,13 +14,15 @@ from tests.oracle import TIMEOUT_S, Plain, Run, Sharded, assert_same, randn, run
 from tests.oracle import _execute as execute
 from zeroshard.testing import run_ranks
 
-UNTIL = "until-backward"
+UNTIL, STEP = "until-backward", "until-step"
 MIXED = {"blocks.0": "replicated", "blocks.1": UNTIL, "(root)": UNTIL}
 OTHERS: tuple[tuple[tuple[str, str], ...], ...] = (
     (("*", UNTIL),),
     (("blocks.*", UNTIL),),
     tuple(MIXED.items()),
     (("*", "replicated"),),
+    (("*", STEP),),
+    (("blocks.0", STEP), ("blocks.1", UNTIL), ("(root)", STEP)),
 )
 
 
@@ -95,8 +97,10 @@ def compared(script: Callable[[Run], None], parameters: tuple[tuple[str, str], .
 CASES = [
     *((script, OTHERS[0], True, 2) for script in SCRIPTS),
     *((script, OTHERS[2], False, 2) for script in SCRIPTS),
+    *((script, OTHERS[4], False, 2) for script in SCRIPTS),
     *((every_kind_of_pass, other, True, 2) for other in OTHERS[1:]),
     (other_units_on_each_rank, OTHERS[2], True, 3),
+    (other_units_on_each_rank, OTHERS[5], True, 3),
 ]
 
 
@@ -135,7 +139,7 @@ def counted(parameters: dict[str, str] | str, shared_memory: bool) -> tuple[Any,
 
 @functools.cache
 def counts() -> Mapping[tuple[Any, ...], list[Any]]:
-    asked = ["sharded", UNTIL, "replicated"]
+    asked = ["sharded", UNTIL, STEP, "replicated"]
     return run_cases(counted, 2, [(one, shared) for one in asked for shared in (True, False)], timeout_s=2 * TIMEOUT_S)
 
 
@@ -143,19 +147,42 @@ def counts() -> Mapping[tuple[Any, ...], list[Any]]:
 def test_what_is_kept_is_not_gathered_again_and_is_predicted_to_the_byte(shared: bool) -> None:
     numel, block = 9 * 48 * 48, 2 * 48 * 48
     for rank in range(2):
-        of = {name: counts()[name, shared][rank] for name in ("sharded", UNTIL, "replicated")}
-        assert [of[name][0].get(("forward", "gather"), 0) for name in of] == [5, 5, 0]
-        assert [of[name][0].get(("backward", "gather"), 0) for name in of] == [5, 0, 0]
-        assert [of[name][0].get(("forward", "release"), 0) for name in of] == [5, 0, 0]
-        assert [of[name][0].get(("backward", "release"), 0) for name in of] == [5, 5, 0]
-        assert [of[name][0].get(("step", "publish"), 0) for name in of] == [0, 0, 5]
-        assert [of[name][1]["parameters"] for name in of] == [numel * 2, numel * 2, numel * 4]
+        of = {name: counts()[name, shared][rank] for name in ("sharded", UNTIL, STEP, "replicated")}
+        assert [of[name][0].get(("forward", "gather"), 0) for name in of] == [5, 5, 5, 0]
+        assert [of[name][0].get(("backward", "gather"), 0) for name in of] == [5, 0, 0, 0]
+        assert [of[name][0].get(("forward", "release"), 0) for name in of] == [5, 0, 0, 0]
+        assert [of[name][0].get(("backward", "release"), 0) for name in of] == [5, 5, 0, 0]
+        assert [of[name][0].get(("step", "publish"), 0) for name in of] == [0, 0, 0, 5]
+        assert [of[name][1]["parameters"] for name in of] == [numel * 2, numel * 2, numel * 2, numel * 4]
         for name, (_, resident, peak, predicted) in of.items():
             assert peak["transient"] <= predicted["transient"], (name, peak, predicted)
             assert resident["parameters"] == predicted["parameters"], name
         # All units instead of the root and two others.
         for measured in (2, 3):
             assert of[UNTIL][measured]["transient"] - of["sharded"][measured]["transient"] == (4 - 2) * block * 4
+        assert of[STEP][2]["transient"] == of[STEP][3]["transient"]
+
+
+def accumulated(shared_memory: bool) -> list[int]:
+    """Return the gathers of each step with three micro-batches, and of an evaluation inside the first."""
+    model = models.build(models.Even)
+    optimizer = models.adamw(model)
+    run = Sharded(3, {"parameters": STEP, "shared_memory": shared_memory})
+    run.shard(model, optimizer, units=[models.EvenBlock])
+    for step in range(2):
+        for micro in range(3):
+            model(randn(3, 48, key=(step, run.rank, micro))).square().mean().backward()
+            with torch.no_grad():
+                model(randn(3, 48, key=(step, run.rank, micro)))
+        optimizer.step()
+        optimizer.zero_grad()
+    events = (run.zeros[0].trace.step_events(step) for step in range(2))
+    return [sum(event.kind == "gather" for event in some) for some in events]
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_what_is_kept_to_the_step_is_gathered_once_a_step(shared: bool) -> None:
+    assert run_ranks(accumulated, 2, shared, timeout_s=TIMEOUT_S) == [[5, 5]] * 2
 
 
 def test_what_cannot_be_kept_is_refused() -> None:
@@ -165,13 +192,13 @@ def test_what_cannot_be_kept_is_refused() -> None:
 
     with pytest.raises(ValueError, match=r"parameters= names 'layers\.\*', which matches no unit; units: \(root\)"):
         shard(parameters={"layers.*": "replicated"})
-    with pytest.raises(ValueError, match="sharded, until-backward, replicated or a cell; got 'whole'"):
+    with pytest.raises(ValueError, match="sharded, until-backward, until-step, replicated or a cell; got 'whole'"):
         shard(parameters="whole")
     with pytest.raises(TypeError, match="takes a cell such as"):
         shard(parameters=3)
     with pytest.raises(ValueError, match="So a column can be sharded only if the columns before it are"):
         shard(parameters={"*": UNTIL}, stage=1)
-    with pytest.raises(ValueError, match="must be 'use' or 'backward'; got 'step'"):
-        zs.Sharded(until="step")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="must be 'use', 'backward' or 'step'; got 'end'"):
+        zs.Sharded(until="end")  # type: ignore[arg-type]
     zero = shard(parameters={"blocks.2": zs.Replicated(), "*": UNTIL})
     assert "stage 3, parameters of blocks.2 replicated, parameters of * sharded, whole until the backward" in repr(zero)

@@ -67,9 +67,9 @@ def test_a_recomputation_fills_the_wait_for_a_gradient() -> None:
     plain, every = schedule_of("gpipe", places, micro), range(places)
     recomputed = schedule_of("gpipe", places, micro, recomputed=every)
     check(recomputed)
-    # Of the last place one recomputation is left out: its backward follows its forward.
-    counts = [sum(one.kind is Kind.RECOMPUTE for one in actions) for actions in recomputed.actions]
-    assert counts == [micro] * places
+    # The first micro-batch keeps its graph: no other one exists before its backward.
+    for actions in recomputed.actions:
+        assert [one.micro_batch for one in actions if one.kind is Kind.RECOMPUTE] == [*range(1, micro)]
     seconds = {kind: [length] * places for kind, length in ((Kind.FORWARD, 1.0), (Kind.BACKWARD, 2.0))}
     seconds[Kind.RECOMPUTE] = [1.0] * places
     total = max(place[-1][-1] for place in play(recomputed, seconds))

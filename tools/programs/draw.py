@@ -169,14 +169,14 @@ def _draw_options(r: random.Random, spec: Spec) -> None:
 
 
 def _draw_kept(r: random.Random, spec: Spec) -> None:
-    """Have units of some programs keep their parameters whole: always, or from forward to backward.
+    """Have units of some programs keep their parameters whole: always, from forward to backward, or until the step.
 
     Which units there are is found at the run; "(root)" is always one, and "*" means all.
     """
     if r.random() < 0.35:
         until, always = "until-backward", "replicated"
         spec["options"]["parameters"] = r.choice(
-            [until, until, {"(root)": until}, {"(root)": always}, {"(root)": always, "*": until}]
+            [until, "until-step", {"(root)": until}, {"(root)": always}, {"(root)": always, "*": until}]
         )
 
 

@@ -35,7 +35,7 @@ from zeroshard.table.activations import Recomputed
 from zeroshard.torch_private import graph_task, is_inside_transform, local_of, version_of, without_modes
 from zeroshard.tree import find, map_tensors
 
-__all__ = ["Enter", "Hooks", "Put", "Suspect", "recompute"]
+__all__ = ["Enter", "Hooks", "Put", "Suspect", "are_alike", "recompute", "sums_of"]
 
 Tensor = torch.Tensor
 Suspect = Callable[[str, Tensor | bool], None]
@@ -173,12 +173,7 @@ class _Forward:
     def compare(self, first: Tensor, again: Tensor) -> None:
         """Raise unless a recomputation gave the outputs of the forward."""
         self.is_compared = True
-        # Some GPU kernels sum in varying order.
-        tolerance = 0.0 if first.device.type == "cpu" else 1e-2
-        is_same = values_of(first) is Values.NEVER
-        with without_modes():
-            is_same = is_same or bool(torch.isclose(first, again, tolerance, 0.0, equal_nan=True).all())
-        if not is_same:
+        if not are_alike(first, again):
             raise self.differs("gave other outputs than its forward")
 
     def differs(self, what: str) -> RuntimeError:
@@ -318,7 +313,7 @@ class _Run:
                 outputs = forward.plain(*args, **kwargs)
                 self._marked, self._node = self._mark(outputs)
             is_short = self._trail.end()
-            self._sums = _sums_of(outputs) if is_short or not forward.is_compared else None
+            self._sums = sums_of(outputs) if is_short or not forward.is_compared else None
             return outputs
         args, kwargs = map_tensors(self._inputs, lambda one: one.read(), _Output)
         for output in find(self._inputs, _Output):
@@ -330,7 +325,7 @@ class _Run:
                 with self._around.restored():
                     outputs = forward.plain(*args, **kwargs)
                 self._mark(outputs)
-            if self._sums is not None and (sums := _sums_of(outputs)) is not None:
+            if self._sums is not None and (sums := sums_of(outputs)) is not None:
                 forward.compare(self._sums, sums)
             return outputs
         finally:
@@ -357,7 +352,15 @@ class _Marked(torch.autograd.Function):
         return tensors[0].new_empty(0)
 
 
-def _sums_of(outputs: Any) -> Tensor | None:
+def are_alike(first: Tensor, again: Tensor) -> bool:
+    """Return whether the sums of two results are those of equal ones, or have no values."""
+    tolerance = 0.0 if first.device.type == "cpu" else 1e-2  # some GPU kernels sum in varying order
+    with without_modes():
+        is_known = values_of(first) is not Values.NEVER
+        return not is_known or bool(torch.isclose(first, again, tolerance, 0.0, equal_nan=True).all())
+
+
+def sums_of(outputs: Any) -> Tensor | None:
     """Return the sum and the norm of each floating-point tensor, to compare two results."""
     with torch.no_grad(), without_modes():
         tensors = [local_of(one).detach() for one in find(outputs, Tensor) if one.is_floating_point() and one.numel()]

@@ -68,6 +68,7 @@ class Order:
         self.is_sharded = any(not unit.spec.is_whole for unit in units)
         """Whether parameters are gathered for use."""
         self._held = frozenset(unit.number for unit in units if unit.spec.is_held)
+        self._staying = frozenset(unit.number for unit in units if unit.spec.released == "step")
         self.carried: frozenset[int] = frozenset()
         """Units that a forward left gathered for its backward; equal on all ranks."""
         self.current: Pass | None = None
@@ -121,7 +122,7 @@ class Order:
         key = (key, self.carried) if self.carried else key
         record = self._records.get(key)
         asks = record is None or (phase == "backward" and self._has_left_record)
-        held = self._held if holds else self.carried if phase == "forward" else frozenset[int]()
+        held = self._held if holds else self.carried if phase == "forward" else self._staying
         followed = record or Record(held=held, carried=self.carried)
         schedule = Schedule(
             replace(followed, requests=()) if asks else followed, lambda unit: self._units[unit].is_complete()
@@ -168,11 +169,10 @@ class Order:
         if pass_.scope is Scope.RANK:
             return
         pass_.marks.append(("land", unit))
-        if pass_.asks:
-            if self._units[unit].has_local:
-                self._ask("reduce", unit, False)
-        else:
+        if not pass_.asks:
             self._do(pass_.schedule.land(unit))
+        elif self._units[unit].has_local:
+            self._ask("reduce", unit, False)
 
     def close(self) -> None:
         """Complete the pass on all ranks: the rest of the record, requests outside it, and the used parameters.
@@ -202,8 +202,7 @@ class Order:
             self._end(pass_, None)
             return
         pass_.is_sure = not pass_.asks and self._is_complete(pass_)
-        left = next(self._left_over(pass_), None)
-        request = None if left is None else pass_.ask_for("reduce", left, is_again=False)
+        request = next((pass_.ask_for("reduce", unit, is_again=False) for unit in self._left_over(pass_)), None)
         self.votes.post(pass_.end, partial(self._end, pass_), pass_.payload, request)
         has_late_sums = pass_.waiting or any(unit.is_deferred for unit in self._units)
         if pass_.phase == "forward" or pass_.asks or has_late_sums:
@@ -305,10 +304,12 @@ class Order:
         self.votes.read()
 
     def let_go(self) -> None:
-        """Release units that a forward kept for a missing backward; every rank must call, outside passes."""
+        """Release units that a pass kept for a later one; every rank must call, outside passes."""
         for number in self.carried:
             self._units[number].release()
         self.carried = frozenset()
+        for pass_ in self._ended:
+            pass_.schedule.keep_none()
 
     def barrier(self, place: str, payload: int = 0) -> tuple[int, int]:
         """Wait until all ranks are at `place`, outside passes; return the minimum and the maximum payload.
@@ -447,9 +448,8 @@ class Order:
                 # A late sum of the same pass writes to the buffer of the first sum, which is being gathered.
                 self._wait_for_tails(number)
                 is_ready = pass_.is_closing or not self._comm.can_postpone or unit.is_complete()
-                self._in_flight.append(
-                    unit.start_reduction(self._comm, pass_.number, str(pass_), pass_.scope, is_ready=is_ready)
-                )
+                reduction = unit.start_reduction(self._comm, pass_.number, str(pass_), pass_.scope, is_ready=is_ready)
+                self._in_flight.append(reduction)
             # Written after the action, with the bytes that the transport counted.
             history.add(pass_.phase, pass_.key, kind, number, sent[kind] - before)
             if kind == "reduce" and self._comm.wire.is_in_place:

@@ -14,7 +14,12 @@ from zeroshard.table.cells import Cell, Replicated, Residency, Sharded
 __all__ = ["ParametersLike", "check_patterns", "row_with_parameters"]
 
 NAMED: Mapping[str, Cell] = MappingProxyType(
-    {"sharded": Sharded(), "until-backward": Sharded(until="backward"), "replicated": Replicated()}
+    {
+        "sharded": Sharded(),
+        "until-backward": Sharded(until="backward"),
+        "until-step": Sharded(until="step"),
+        "replicated": Replicated(),
+    }
 )
 """Cells by name."""
 

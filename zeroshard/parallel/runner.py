@@ -9,25 +9,30 @@ Note: a step of a pipeline
     tensors of the border, whose gradients begin the backward; the gradients of the input are sent when autograd has
     them, before those of the parameters. The first micro-batch of each shape also tells the next place what crosses the
     border; later ones are compared with it.
+Note: forwards that run twice
+    A chunk that is recomputed runs a forward without a graph, keeps its input, and runs it again, with a graph, while
+    the gradient is on its way. The schedule says for which micro-batches.
 Note: a place that fails
     An exception at one place must not leave the others waiting. The rank goes through the rest of its schedule in step
     with them: for a micro-batch that it cannot compute it makes the passes that the other ranks of its place make
     (`parallel/idle.py`), and sends zeros. At the end all ranks tell each other, drop the gradients, and raise.
 """
 
-import dataclasses
+import functools
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import Any, final
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar, final
 
 import torch
 from torch import Tensor, nn
 
+from zeroshard.activations.recompute import sums_of
 from zeroshard.core.engine import Engine
 from zeroshard.core.flights import Chunk
 from zeroshard.core.states import Scope
+from zeroshard.parallel.again import Again, First
 from zeroshard.parallel.batch import Batch
 from zeroshard.parallel.chunked import Border, ChunkedModel, Learned
 from zeroshard.parallel.idle import idle_backward, idle_forward
@@ -39,6 +44,7 @@ from zeroshard.table.pipeline import RECEIVES, Action, Kind, Schedule, schedule_
 __all__ = ["Loss", "Runner"]
 
 Loss = Callable[[Any, Any], Tensor]
+_Result = TypeVar("_Result")
 
 
 class _Arrive(torch.autograd.Function):
@@ -67,7 +73,9 @@ class _Flight:
     arrived: tuple[Tensor, ...]
     """The memory of its input."""
     outputs: tuple[Tensor, ...]
-    """The tensors of the border behind, or the loss."""
+    """The tensors of the border behind, or the loss; none after an exception."""
+    first: First | None = None
+    """What the forward left that runs again."""
 
 
 @final
@@ -96,7 +104,7 @@ class Runner:
     ) -> None:
         self.engine, self.chunked, self.loss, self.reduces_last = engine, chunked, loss, reduces_last
         self.training, self.ranks, self.own = training, ranks, ranks.index(engine.comm.across.mesh.rank)
-        self.tied = Tied(engine, shared)
+        self.tied, self.again = Tied(engine, shared), Again(engine, chunked.model)
         self.chunks = {
             chunk: Chunk(f"chunk {chunk}", numbers, chunk == chunked.cut.count - 1) for chunk, numbers in units.items()
         }
@@ -156,6 +164,9 @@ class _Step:
         self._token = torch.zeros((), device=device, requires_grad=True)
         self._flights: dict[Turn, _Flight] = {}
         self._incoming: dict[Action, Incoming] = {}
+        self._twice = {action[1:] for action in schedule.actions[runner.own] if action.kind is Kind.RECOMPUTE}
+        """Forwards that run twice."""
+        self._repeated: list[tuple[Turn, First]] = []
         self._sent: set[Turn] = set()
         """Gradients that were sent, by the chunk that sent them."""
         self._kept: list[Tensor] = []
@@ -175,6 +186,7 @@ class _Step:
         act = {
             Kind.FORWARD: self._forward,
             Kind.BACKWARD: self._backward,
+            Kind.RECOMPUTE: self._recompute,
             Kind.SEND_OUTPUT: self._send_output,
             Kind.SEND_GRADIENT: self._send_gradient,
         }
@@ -189,6 +201,8 @@ class _Step:
             act[action.kind](action.chunk, action.micro_batch)
         self._mail.finish()
         self._mail.give(self._kept)
+        for turn, first in self._repeated:
+            self._attempt(turn, functools.partial(self._runner.again.compare, first))
         is_summed = self._has_grad and self._is_last
         if is_summed and not self._failure and (missing := self._runner.tied.missing()):
             self._failure = f"{engine.mesh} {missing}"
@@ -266,6 +280,8 @@ class _Step:
         else:
             outputs = flight.outputs or [self._zeros(border) for border in learned.sent]
             self._mail.send(Kind.SEND_OUTPUT, chunk, micro_batch, outputs)
+        if (chunk, micro_batch) in self._twice:
+            flight.outputs = ()
         if not self._has_grad:
             self._kept += self._flights.pop((chunk, micro_batch)).arrived
 
@@ -287,47 +303,71 @@ class _Step:
     # -- computation --------------------------------------------------------------------------------------------------
 
     def _forward(self, chunk: int, micro_batch: int) -> None:
-        engine, is_final = self._runner.engine, chunk == self._runner.chunked.cut.count - 1
-        learned, arrived, outputs = self._hear(chunk, micro_batch), tuple[Tensor, ...](), tuple[Tensor, ...]()
+        turn, is_final = (chunk, micro_batch), chunk == self._runner.chunked.cut.count - 1
+        learned, arrived = self._hear(chunk, micro_batch), tuple[Tensor, ...]()
         if (message := self._incoming.pop(Action(Kind.RECEIVE_INPUT, chunk, micro_batch), None)) is not None:
             arrived = message.wait()
-        if (chunk, micro_batch) in self._blank:
-            idle_forward(engine, self._runner.chunks[chunk], has_grad=self._has_grad)
+        flight = self._flights[turn] = _Flight(arrived, ())
+        is_twice = turn in self._twice
+        if turn in self._blank or (is_twice and not learned.is_known):
+            idle_forward(self._runner.engine, self._runner.chunks[chunk], has_grad=self._has_grad and not is_twice)
+        elif is_twice:
+            # The chunk may change its input in place.
+            inputs = tuple(one.clone() for one in arrived)
+            run = functools.partial(self._compute, turn, inputs, learned)
+            flight.first, flight.outputs = self._attempt(turn, lambda: self._runner.again.first(run)) or (None, ())
         else:
-            try:
-                outputs = self._compute(chunk, micro_batch, arrived, learned)
-            except RankMismatchError:
-                raise
-            except Exception as error:
-                self._fail(chunk, micro_batch, error)
-                engine.flights.end()
-        self._flights[chunk, micro_batch] = _Flight(arrived, outputs)
+            flight.outputs = self._attempt(turn, functools.partial(self._compute, turn, arrived, learned)) or ()
         if is_final and not self._has_grad:
-            self._mail.give(self._flights.pop((chunk, micro_batch)).arrived)
+            self._mail.give(self._flights.pop(turn).arrived)
+
+    def _recompute(self, chunk: int, micro_batch: int) -> None:
+        """Run a forward again, with a graph."""
+        flight = self._flights[turn := (chunk, micro_batch)]
+        if (first := flight.first) is None:
+            idle_forward(self._runner.engine, self._runner.chunks[chunk], has_grad=True)
+            return
+        learned = self._runner.known[self._key, chunk]
+        with self._runner.again.restored(first):
+            compute = functools.partial(self._compute, turn, flight.arrived, learned, is_again=True)
+            flight.outputs = self._attempt(turn, compute) or ()
+        first.again = sums_of(flight.outputs)
+        self._repeated.append((turn, first))
+
+    def _attempt(self, turn: Turn, run: Callable[[], _Result]) -> _Result | None:
+        """Run user code; after an exception, complete its pass, and return None."""
+        try:
+            return run()
+        except RankMismatchError:
+            raise
+        except Exception as error:
+            self._fail(*turn, error)
+            self._runner.engine.flights.end()
+            return None
 
     def _compute(
-        self, chunk: int, micro_batch: int, arrived: tuple[Tensor, ...], learned: Learned
+        self, turn: Turn, arrived: tuple[Tensor, ...], learned: Learned, *, is_again: bool = False
     ) -> tuple[Tensor, ...]:
         """Run a chunk; return the tensors of the border behind, or the loss."""
-        chunked = self._runner.chunked
+        chunked, (chunk, micro_batch) = self._runner.chunked, turn
         args, kwargs, targets = self._batch.at(micro_batch)
         self._runner.engine.flights.chunk = self._runner.chunks[chunk]
         followed = self._with_graph(chunk, micro_batch, arrived, learned)
-        learning = learned if learned.is_known else dataclasses.replace(learned, outputs={})
+        learning = learned if learned.is_known else replace(learned, outputs={})
         try:
             output = chunked.run(chunk, args, kwargs, followed, learning)
         finally:
             self._runner.engine.flights.chunk = None
         if chunk == chunked.cut.count - 1:
             loss = self._loss(chunk, micro_batch, output, targets)
-            self._total += loss.detach()
+            self._total += 0.0 if is_again else loss.detach()
             outputs: tuple[Tensor, ...] = (loss,)
         else:
             outputs = output
             self._compare(chunk, micro_batch, learned, outputs)
         if not learned.is_known:
             sent = tuple(map(Border.of, outputs))
-            known = dataclasses.replace(learning, is_known=True, sent=sent)
+            known = replace(learning, is_known=True, sent=sent)
             self._runner.known[self._key, chunk] = known
         return outputs
 
@@ -336,7 +376,7 @@ class _Step:
     ) -> tuple[Tensor, ...]:
         """Return the tensors of a border as autograd sees them in the chunk behind it."""
         places = [at for at, border in enumerate(learned.arrives) if border.has_gradient]
-        if not places or not self._has_grad:
+        if not places or not torch.is_grad_enabled():
             return arrived
 
         def take(grads: Sequence[Tensor | None]) -> None:
@@ -363,8 +403,11 @@ class _Step:
 
     def _compare(self, chunk: int, micro_batch: int, learned: Learned, outputs: tuple[Tensor, ...]) -> None:
         """Compare what crosses a border with what the first micro-batch of this shape sent."""
-        if learned.is_known and (found := tuple(map(Border.of, outputs))) != learned.sent:
-            before, now = (", ".join(map(str, one)) for one in (learned.sent, found))
+        found, sent = tuple(map(Border.of, outputs)), learned.sent
+        if not torch.is_grad_enabled():
+            found, sent = (tuple(replace(one, has_gradient=False) for one in some) for some in (found, sent))
+        if learned.is_known and found != sent:
+            before, now = (", ".join(map(str, one)) for one in (sent, found))
             raise RuntimeError(
                 f"{self._where(chunk, micro_batch)} the chunk sends {now} to the next place, which expects {before}, "
                 "as for the first micro-batch of this shape. What crosses a border must depend on the shapes of the "

@@ -221,6 +221,7 @@ def _transient_bytes(
                         pool.give(before)
                         before = []
         pool.give(before)
+        pool.hold(-sum(unit.full_bytes for unit in units if unit.released == "step"))
         pool.hold(wide_bytes)
         for one in exchanged:
             pool.exchange(one)

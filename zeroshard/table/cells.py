@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from typing import Final, Literal, final
+from typing import Final, Literal, final, get_args
 
 from zeroshard.table.activations import Activations, fits
 from zeroshard.table.layout import Layout, plan_layout
@@ -18,6 +18,7 @@ __all__ = ["Cell", "DEVICE", "Elsewhere", "Place", "Replicated", "Residency", "S
 
 
 DEVICE: Final = "device"
+Until = Literal["use", "backward", "step"]
 
 
 @final
@@ -66,9 +67,9 @@ class Cell(ABC):
         return self.memory == "file"
 
     @property
-    def is_held(self) -> bool:
-        """Whether gathered parameters stay full from a forward to the end of its backward, not only during use."""
-        return False
+    def released(self) -> "Until":
+        """When gathered parameters are released."""
+        return "use"
 
     @property
     def plain(self) -> "Cell":
@@ -120,7 +121,8 @@ class Sharded(Cell):
     Args:
         until: for parameters, when gathered parameters are released: "use" releases them after each use. "backward"
             keeps them from a forward with gradients until its backward has used them: a backward gathers nothing, but
-            all parameters are full at once.
+            all parameters are full at once. "step" keeps them until the optimizer's step, so that several micro-batches
+            gather once.
 
     ```python
     import zeroshard as zs
@@ -130,21 +132,21 @@ class Sharded(Cell):
     ```
     """
 
-    until: Literal["use", "backward"] = "use"
+    until: Until = "use"
     word = "sharded"
 
     def __post_init__(self) -> None:
-        if self.until not in ("use", "backward"):
-            raise ValueError(f"Sharded(until=) must be 'use' or 'backward'; got {self.until!r}.")
+        if self.until not in get_args(Until):
+            raise ValueError(f"Sharded(until=) must be 'use', 'backward' or 'step'; got {self.until!r}.")
 
     def kept_range(self, layout: Layout, rank: int) -> tuple[int, int]:
         """Return the shard of `rank`."""
         return layout.shard_range(rank)
 
     @property
-    def is_held(self) -> bool:
+    def released(self) -> Until:
         """See `Cell`."""
-        return self.until == "backward"
+        return self.until
 
     @property
     def plain(self) -> Cell:
@@ -152,7 +154,7 @@ class Sharded(Cell):
         return Sharded()
 
     def __str__(self) -> str:
-        return self.word if self.until == "use" else f"{self.word}, whole until the backward"
+        return self.word if self.until == "use" else f"{self.word}, whole until the {self.until}"
 
 
 @final
@@ -194,9 +196,9 @@ class Elsewhere(Cell):
         return self.where
 
     @property
-    def is_held(self) -> bool:
+    def released(self) -> Until:
         """See `Cell`."""
-        return self.inner.is_held
+        return self.inner.released
 
     @property
     def plain(self) -> Cell:

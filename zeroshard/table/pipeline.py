@@ -127,8 +127,8 @@ def schedule_of(
         name: "naive" (one micro-batch at a time), "gpipe", "1f1b", "interleaved", or "forward" for an evaluation.
         places: the number of places along the pipe.
         chunks: the number of chunks at each place.
-        recomputed: the chunks whose forward is made without a graph, and again before the backward; not where the
-            backward follows the forward immediately.
+        recomputed: the chunks whose forward is made without a graph, and again before the backward; not of the first
+            micro-batch, and not where the backward follows the forward immediately.
 
     Raises:
         ValueError: the name or the numbers are not supported.
@@ -170,7 +170,8 @@ def _with_messages(order: Pairs, place: int, places: int, count: int, recomputed
     for kind, number, micro in order:
         chunk, (receive, send) = number * places + place, MESSAGES[kind]
         first, last = (0, count - 1) if kind is Kind.FORWARD else (count - 1, 0)
-        if kind is Kind.BACKWARD and chunk in recomputed and before != (Kind.FORWARD, number, micro):
+        # Before the first backward of a chunk no other graph of the chunk exists: that micro-batch keeps its own.
+        if kind is Kind.BACKWARD and chunk in recomputed and micro > 0 and before != (Kind.FORWARD, number, micro):
             yield Action(Kind.RECOMPUTE, chunk, micro)
         if chunk != first and places > 1:
             yield Action(receive, chunk, micro)

@@ -74,7 +74,7 @@ class Schedule:
     def __init__(self, record: Record, is_skipped: Callable[[int], bool]) -> None:
         self._queue, self._is_skipped = list(record.requests), is_skipped
         self._kept = record.pinned | {ROOT}
-        self.held, self.carried = record.held, record.carried
+        self.held, self.carried, self.keeps = record.held, record.carried, True
         self._landed: set[int] = set()
         self._recent: tuple[int, ...] = ()
         self.outlasting = set(record.outlasting | record.carried)
@@ -123,11 +123,16 @@ class Schedule:
 
     def let_go(self, unit: int) -> list[Action]:
         """Release `unit`, which this rank does not use now, unless it stays gathered beyond the pass."""
-        if unit in self.held:
+        if unit in self.held and self.keeps:
             self.whole[unit] = True
             return []
         self.whole.pop(unit, None)
         return [("release", unit)]
+
+    def keep_none(self) -> None:
+        """Note that all units were released since the pass was closed; what it serves later is released, too."""
+        self.keeps = False
+        self.whole.clear()
 
     def land(self, unit: int) -> list[Action]:
         """Reduce `unit`, whose gradients are complete, in its recorded order; skipped units do not delay it."""

@@ -9,9 +9,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from types import MappingProxyType
-from typing import final
+from typing import final, get_args
 
-from zeroshard.table.cells import Residency
+from zeroshard.table.cells import Residency, Until
 from zeroshard.table.layout import Layout
 from zeroshard.table.schedule import ROOT
 
@@ -231,9 +231,15 @@ class UnitSpec:
         return all(bucket.is_whole for bucket in self.buckets)
 
     @cached_property
+    def released(self) -> Until:
+        """When the unit is released after it was gathered: the latest of its buckets."""
+        found = {bucket.row.parameters.released for bucket in self.buckets if bucket.is_gathered}
+        return max(found, key=get_args(Until).index, default="use")
+
+    @property
     def is_held(self) -> bool:
-        """Whether the unit stays gathered from a forward to the end of its backward."""
-        return any(bucket.is_gathered and bucket.row.parameters.is_held for bucket in self.buckets)
+        """Whether the unit stays gathered from a forward to the end of its backward, or longer."""
+        return self.released != "use"
 
     @cached_property
     def full_bytes(self) -> int:

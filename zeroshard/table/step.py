@@ -68,12 +68,15 @@ def plain_uses(count: int) -> Uses:
     return Uses(tuple(forward), tuple(backward))
 
 
-def steady_passes(units: Sequence[UnitSpec], uses: Uses, *, is_reduced: bool = True) -> tuple[Steady, Steady]:
+def steady_passes(
+    units: Sequence[UnitSpec], uses: Uses, *, is_reduced: bool = True, is_first: bool = True
+) -> tuple[Steady, Steady]:
     """Return the forward and the backward of a micro-batch.
 
     Args:
         units: units of the model on a rank, as from `describe_units`.
         is_reduced: whether the backward reduces gradients; False for a micro-batch under `no_sync()`.
+        is_first: whether the micro-batch is the first of its step.
 
     Raises:
         ValueError: `uses` has a unit that the model does not have.
@@ -83,11 +86,12 @@ def steady_passes(units: Sequence[UnitSpec], uses: Uses, *, is_reduced: bool = T
     held = frozenset(unit.number for unit in units if unit.is_held)
     # A unit that the forward has not gathered is not gathered in the backward.
     carried = held & {unit for kind, unit in uses.forward if kind == "need"}
-    forward = _steady(units, uses.forward, Record(held=held))
+    staying = frozenset(unit for unit in held if units[unit].released == "step")
+    forward = _steady(units, uses.forward, Record(held=held, carried=EMPTY.held if is_first else carried & staying))
+    begin, marks = Record(held=staying, carried=carried), uses.backward
     if not is_reduced:
-        dropped = frozenset(unit for kind, unit in uses.backward if kind == "land")
-        return forward, _steady(units, uses.backward, Record(carried=carried), unreduced=dropped)
-    return forward, _steady(units, uses.backward, Record(carried=carried), uses.partial)
+        return forward, _steady(units, marks, begin, unreduced=frozenset(u for kind, u in marks if kind == "land"))
+    return forward, _steady(units, marks, begin, uses.partial)
 
 
 def update_actions(
