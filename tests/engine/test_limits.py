@@ -39,8 +39,8 @@ def train(stage: int, shared_memory: bool, start: dict[str, int]) -> Observed:
     )
     average = zero.ema(0.9)
     order = zero._engine.order
-    assert 0 <= order._count < NEAR, "the counter of passes has another name"
-    order._count = start["passes"]
+    assert 0 <= order.count < NEAR, "the counter of passes has another name"
+    order.count = start["passes"]
     votes = zero._engine.comm._votes
     for channel in Channel:
         votes[channel] += start["votes"]
@@ -59,7 +59,7 @@ def train(stage: int, shared_memory: bool, start: dict[str, int]) -> Observed:
             states = {key: dict(state) for key, state in optimizer.state_dict()["state"].items()}
         assert zero.agree(True, f"step {step}")
         seen.append((loss.item(), whole, weights, states))
-    assert order._count > start["passes"] + NEAR, "the passes did not cross their limit"
+    assert order.count > start["passes"] + NEAR, "the passes did not cross their limit"
     if not shared_memory and start["votes"]:
         assert 0 < votes[Channel.PLACES] < start["votes"], "the votes did not cross their limit"
     if near:

@@ -72,7 +72,8 @@ class Order:
         self.carried: frozenset[int] = frozenset()
         """Units that a forward left gathered for its backward; equal on all ranks."""
         self.current: Pass | None = None
-        self._has_warned, self._count = False, 0
+        self._has_warned, self.count = False, 0
+        """`count` is the number of passes and exchanges so far; equal on all ranks between passes."""
         self._records: dict[Hashable, Record] = {}
         self.history = History(units, self._records)
         self._in_flight: list[Reduction] = []
@@ -117,7 +118,7 @@ class Order:
         if phase == "backward" or self.is_sharded:
             self.catch_up()
             # A rank may run local passes without messages, which must not change the numbers of messages.
-            self._count += 1
+            self.count += 1
         self.history.begin_step(phase)
         key = (key, self.carried) if self.carried else key
         record = self._records.get(key)
@@ -127,7 +128,7 @@ class Order:
         schedule = Schedule(
             replace(followed, requests=()) if asks else followed, lambda unit: self._units[unit].is_complete()
         )
-        pass_ = Pass(phase, key, self._count, scope, schedule, record is None, asks)
+        pass_ = Pass(phase, key, self.count, scope, schedule, record is None, asks)
         pass_.expected, pass_.numbers = expected or set(), numbers or range(len(self._units))
         if place:
             self.votes.post(place)
@@ -512,5 +513,5 @@ class Order:
 
     def next_number(self) -> int:
         """Return a number for an exchange outside passes, distinct from the numbers of passes; see `Tag`."""
-        self._count += 1
-        return self._count
+        self.count += 1
+        return self.count

@@ -202,7 +202,10 @@ class _Step:
         self._mail.finish()
         self._mail.give(self._kept)
         for turn, first in self._repeated:
-            self._attempt(turn, functools.partial(self._runner.again.compare, first))
+            try:
+                self._runner.again.compare(first)
+            except RuntimeError as error:
+                self._fail(*turn, error)
         is_summed = self._has_grad and self._is_last
         if is_summed and not self._failure and (missing := self._runner.tied.missing()):
             self._failure = f"{engine.mesh} {missing}"
@@ -309,15 +312,17 @@ class _Step:
             arrived = message.wait()
         flight = self._flights[turn] = _Flight(arrived, ())
         is_twice = turn in self._twice
+        has_grad = self._has_grad and not is_twice
         if turn in self._blank or (is_twice and not learned.is_known):
-            idle_forward(self._runner.engine, self._runner.chunks[chunk], has_grad=self._has_grad and not is_twice)
+            idle_forward(self._runner.engine, self._runner.chunks[chunk], has_grad=has_grad)
         elif is_twice:
             # The chunk may change its input in place.
-            inputs = tuple(one.clone() for one in arrived)
-            run = functools.partial(self._compute, turn, inputs, learned)
-            flight.first, flight.outputs = self._attempt(turn, lambda: self._runner.again.first(run)) or (None, ())
+            run = functools.partial(self._compute, turn, tuple(one.clone() for one in arrived), learned)
+            first = functools.partial(self._runner.again.first, run)
+            flight.first, flight.outputs = self._attempt(turn, first, has_grad=has_grad) or (None, ())
         else:
-            flight.outputs = self._attempt(turn, functools.partial(self._compute, turn, arrived, learned)) or ()
+            run = functools.partial(self._compute, turn, arrived, learned)
+            flight.outputs = self._attempt(turn, run, has_grad=has_grad) or ()
         if is_final and not self._has_grad:
             self._mail.give(self._flights.pop(turn).arrived)
 
@@ -327,22 +332,28 @@ class _Step:
         if (first := flight.first) is None:
             idle_forward(self._runner.engine, self._runner.chunks[chunk], has_grad=True)
             return
-        learned = self._runner.known[self._key, chunk]
-        with self._runner.again.restored(first):
-            compute = functools.partial(self._compute, turn, flight.arrived, learned, is_again=True)
-            flight.outputs = self._attempt(turn, compute) or ()
+
+        def run() -> tuple[Tensor, ...]:
+            with self._runner.again.restored(first):
+                return self._compute(turn, flight.arrived, self._runner.known[self._key, chunk], is_again=True)
+
+        flight.outputs = self._attempt(turn, run, has_grad=True) or ()
         first.again = sums_of(flight.outputs)
         self._repeated.append((turn, first))
 
-    def _attempt(self, turn: Turn, run: Callable[[], _Result]) -> _Result | None:
-        """Run user code; after an exception, complete its pass, and return None."""
+    def _attempt(self, turn: Turn, run: Callable[[], _Result], *, has_grad: bool) -> _Result | None:
+        """Run a forward; after an exception of user code, complete its pass, and return None."""
+        engine = self._runner.engine
+        before = engine.order.count
         try:
             return run()
         except RankMismatchError:
             raise
         except Exception as error:
             self._fail(*turn, error)
-            self._runner.engine.flights.end()
+            if engine.order.count == before:  # it failed before the model opened a pass
+                idle_forward(engine, self._runner.chunks[turn[0]], has_grad=has_grad)
+            engine.flights.end()
             return None
 
     def _compute(
