@@ -11,9 +11,9 @@ from typing import Any
 from benchmarks.machine import circumstances, write_result
 
 from .exhaustive import Size
+from .pipe_program import PipeProgram, draw_pipe
 from .program import TRANSPORTS, Program, draw
-from .run import chooser, run
-from .work import Counts, crew, exhaust, randomly, shrink
+from .work import Counts, exhaust, exhaust_pipes, pipes_randomly, randomly, read, replayed, shrink
 
 __all__ = ["main"]
 
@@ -35,12 +35,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         told.end(counts)
         bad |= bool(counts.bad)
         for text, seed, fault in counts.bad[: given.shown]:
-            _show(Program.from_json(text), seed, fault)
+            _show(read(text), seed, fault)
     print(f"{time.monotonic() - begin_s:.0f} s in all")
     return int(bad)
 
 
 def _plan(given: argparse.Namespace) -> list[tuple[str, Callable[["_Told"], Counts]]]:
+    if given.pipes:
+        return _plan_pipes(given)
     plan: list[tuple[str, Callable[[_Told], Counts]]] = []
     if given.exhaustive:
         sizes = [(given.ranks, given.units)] if given.ranks else SIZES
@@ -59,6 +61,25 @@ def _plan(given: argparse.Namespace) -> list[tuple[str, Callable[["_Told"], Coun
     return plan
 
 
+def _plan_pipes(given: argparse.Namespace) -> list[tuple[str, Callable[["_Told"], Counts]]]:
+    count, jobs = given.pipes, given.jobs
+    plan: list[tuple[str, Callable[[_Told], Counts]]] = []
+    if given.exhaustive:
+        name = f"pipelines, {count} micro-batches, each departure of one rank"
+        if given.without_failures:
+            plan.append((name, lambda told: exhaust_pipes(count, jobs, told, has_failures=False)))
+        else:
+            name += ", one failure at each mark"
+            plan.append((name, lambda told: exhaust_pipes(count, jobs, told, has_failures=True)))
+    if given.each_pass:
+        name = f"pipelines, {count} micro-batches, one rank in each pass"
+        plan.append((name, lambda told: exhaust_pipes(count, jobs, told, has_failures=False, is_each=True)))
+    if given.random:
+        name = f"pipelines, {count} micro-batches, random, seeds from {given.seed}"
+        plan.append((name, lambda told: pipes_randomly(count, given.seed, given.random, jobs, told)))
+    return plan
+
+
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tools.explore", description="Explore the order of collectives.")
     parser.add_argument("--exhaustive", action="store_true", help="all programs of two sizes, or of --ranks, --units")
@@ -66,6 +87,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--units", type=int, default=3, help="with the root")
     parser.add_argument("--random", type=int, default=0, help="how many random programs")
     parser.add_argument("--ranks", type=int, default=0, help="of each program; by default of 2 to 6")
+    parser.add_argument("--pipes", type=int, default=0, help="pipelines of so many micro-batches, 2 places of 2 ranks")
+    parser.add_argument("--without-failures", action="store_true", help="with --pipes --exhaustive: no rank fails")
+    parser.add_argument("--each-pass", action="store_true", help="with --pipes: a rank departs in each pass, or none")
     parser.add_argument("--seed", type=int, default=1, help="of the first random program; the next ones follow")
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--replay", help="a seed, or a program as it was printed: run it, and print its events")
@@ -73,8 +97,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--shown", type=int, default=3, help="how many failures to shrink and print")
     parser.add_argument("--output", type=Path, help="a file for the counts, as JSON")
     given = parser.parse_args(arguments)
-    if not (given.exhaustive or given.random or given.replay):
-        parser.error("give --exhaustive, --random or --replay")
+    if not (given.exhaustive or given.random or given.replay or (given.pipes and given.each_pass)):
+        parser.error("give --exhaustive, --random or --replay, or --pipes with --each-pass")
     return given
 
 
@@ -125,7 +149,7 @@ def _text(counts: dict[str, int]) -> str:
     return ", ".join(f"{name} {count}" for name, count in sorted(counts.items()))
 
 
-def _show(program: Program, seed: int | None, fault: str) -> None:
+def _show(program: Program | PipeProgram, seed: int | None, fault: str) -> None:
     print(f"\n{fault}\n  found with {program.to_json()}")
     less, outcome = shrink(program, seed)
     choices = "" if seed is None else f" --choices {seed}"
@@ -135,10 +159,12 @@ def _show(program: Program, seed: int | None, fault: str) -> None:
 
 
 def _replay(given: argparse.Namespace) -> int:
-    is_seed = given.replay.isdigit()
-    program = draw(int(given.replay), given.ranks) if is_seed else Program.from_json(given.replay)
-    seed = given.choices if given.choices is not None or not is_seed else int(given.replay)
-    outcome = run(program, crew(), None if seed is None else chooser(seed))
+    is_seed, seeds = given.replay.isdigit(), given.choices
+    program = read(given.replay) if not is_seed else draw(int(given.replay), given.ranks)
+    if is_seed and given.pipes:
+        program = draw_pipe(int(given.replay), given.pipes)
+    seed = seeds if seeds is not None or not is_seed else int(given.replay)
+    outcome = replayed(program, seed)
     print(program.to_json())
     for rank in outcome.ranks:
         print(f"rank {rank.number}: {rank.ending}")

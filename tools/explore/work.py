@@ -13,11 +13,20 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .exhaustive import Class, Size, first_steps, is_plain, second_steps
+from .pipe_program import (
+    PipeProgram,
+    draw_pipe,
+    plain_programs,
+    smaller_pipes,
+    with_one_departure,
+    with_one_in_each_pass,
+)
+from .pipe_run import PipeOutcome, failures_of, run_pipe
 from .program import Program, draw, smaller
 from .run import Outcome, chooser, run
 from .world import Crew
 
-__all__ = ["Counts", "crew", "exhaust", "randomly", "shrink"]
+__all__ = ["Counts", "crew", "exhaust", "exhaust_pipes", "pipes_randomly", "randomly", "read", "replayed", "shrink"]
 
 MOST_RANKS = 6
 SHOWN = 20
@@ -56,7 +65,7 @@ class Counts:
         self.states |= other.states
         self.bad = (self.bad + other.bad)[:SHOWN]
 
-    def count(self, program: Program, seed: int | None, outcome: Outcome, weight: int = 1) -> None:
+    def count(self, program: Any, seed: int | None, outcome: Any, weight: int = 1) -> None:
         """Count a run that stands for `weight` programs."""
         self.programs += weight
         self.runs += 1
@@ -74,22 +83,33 @@ def crew() -> Crew:
     return _CREW[0]
 
 
-def shrink(program: Program, seed: int | None) -> tuple[Program, Outcome]:
+def read(text: str) -> Program | PipeProgram:
+    """Return the program that was written as JSON."""
+    return PipeProgram.from_json(text) if '"micro_batches"' in text else Program.from_json(text)
+
+
+def shrink(program: Any, seed: int | None) -> tuple[Any, Any]:
     """Return the smallest program found that fails alike, and its outcome."""
-    outcome = _run(program, seed)
+    outcome = replayed(program, seed)
     is_found = True
     while is_found:
         is_found = False
-        for less in smaller(program):
-            found = _run(less, seed)
+        for less in smaller_pipes(program) if isinstance(program, PipeProgram) else smaller(program):
+            found = replayed(less, seed)
             if found.faults and _kind_of(found) & _kind_of(outcome):
                 program, outcome, is_found = less, found, True
                 break
     return program, outcome
 
 
-def _kind_of(outcome: Outcome) -> set[str]:
+def _kind_of(outcome: Outcome | PipeOutcome) -> set[str]:
     return {"".join(c for c in fault.split(": ", 1)[-1] if not c.isdigit())[:40] for fault in outcome.faults}
+
+
+def replayed(program: Program | PipeProgram, seed: int | None) -> Outcome | PipeOutcome:
+    """Return what comes of a program, with the choices of a seed."""
+    choose = None if seed is None else chooser(seed)
+    return run_pipe(program, crew(), choose) if isinstance(program, PipeProgram) else run(program, crew(), choose)
 
 
 def _run(program: Program, seed: int | None, *, keeps_states: bool = False) -> Outcome:
@@ -172,6 +192,78 @@ def _drawn(task: tuple[int, int, int]) -> Counts:
         counts.count(program, seed, _run(program, seed))
         counts.kinds[f"{program.ranks} ranks"] += 1
     return counts
+
+
+# -- pipelines --------------------------------------------------------------------------------------------------------
+
+
+def exhaust_pipes(
+    micro_batches: int, jobs: int, told: Callable[[Counts, str], None], *, has_failures: bool, is_each: bool = False
+) -> Counts:
+    """Run each departure of one rank in a pipeline, alone and with each failure of one rank in the same step.
+
+    Args:
+        has_failures: whether ranks fail, too; those of programs without a departure fail in the first two steps.
+        is_each: instead, run all programs of which one rank departs in each pass of the second step, or none, without
+            failures: for schedules with one chunk at each place.
+    """
+    tasks: list[tuple[PipeProgram, bool]] = []
+    for plain in plain_programs(micro_batches):
+        if is_each:
+            found = with_one_in_each_pass(plain, 1) if plain.chunks == 1 and not plain.is_tied else iter(())
+            tasks += [(program, False) for program in found]
+            continue
+        tasks.append((plain, has_failures))
+        tasks += [(program, has_failures and not plain.is_tied) for program in with_one_departure(plain)]
+    return _spread(_pipes, tasks, 20 if is_each or not has_failures else 1, jobs, told)
+
+
+def _spread(
+    function: Callable[[Any], Counts], tasks: list[Any], size: int, jobs: int, told: Callable[[Counts, str], None]
+) -> Counts:
+    counts = Counts()
+    chunks = [tasks[start : start + size] for start in range(0, len(tasks), size)]
+    with _pool(jobs) as pool:
+        for done, found in enumerate(pool.imap_unordered(function, chunks), 1):
+            counts.add(found)
+            told(counts, f"{min(len(tasks), done * size)} of {len(tasks)} programs without a failure")
+    return counts
+
+
+def _pipes(tasks: list[tuple[PipeProgram, bool]]) -> Counts:
+    counts = Counts()
+    for program, has_failures in tasks:
+        outcome = run_pipe(program, crew())
+        counts.count(program, None, outcome)
+        counts.kinds[_kind_of_pipe(program)] += 1
+        if has_failures and not outcome.faults:
+            steps = [one.step for one in program.departures] or [0, 1]
+            for failed in failures_of(program, outcome, steps):
+                counts.count(failed, None, run_pipe(failed, crew()))
+                counts.kinds[_kind_of_pipe(failed)] += 1
+    return counts
+
+
+def pipes_randomly(
+    micro_batches: int, first: int, count: int, jobs: int, told: Callable[[Counts, str], None]
+) -> Counts:
+    """Run the pipelines of `count` seeds, each with choices of its own."""
+    tasks = [(micro_batches, seed) for seed in range(first, first + count)]
+    return _spread(_drawn_pipes, tasks, 50, jobs, told)
+
+
+def _drawn_pipes(tasks: list[tuple[int, int]]) -> Counts:
+    counts = Counts()
+    for micro_batches, seed in tasks:
+        program = draw_pipe(seed, micro_batches)
+        counts.count(program, seed, replayed(program, seed))
+        counts.kinds[_kind_of_pipe(program)] += 1
+    return counts
+
+
+def _kind_of_pipe(program: PipeProgram) -> str:
+    departs = f"{len(program.departures)} departures" if program.departures else "no departure"
+    return f"{program.schedule}, {departs}{', one fails' if program.failure else ''}"
 
 
 # -- processes --------------------------------------------------------------------------------------------------------
