@@ -3,13 +3,16 @@
     python -m tools.torture --kills 300
     python -m tools.torture --minutes 60 --seed 7
     python -m tools.torture --kills 200 --ranks 2 4 --tensor 2
+    python -m tools.torture --kills 300 --ranks 2 4 --pipe 2 4
 
 Each start trains, saves after every step and goes on from the newest checkpoint; in half of the jobs ranks take
 different paths through the model, and in two of three states and parameters are offloaded. One rank, or all, kill
 themselves after a random time: while they join, are sharded, compute, communicate, write (at once or in the
 background), flush, rename or load. After each kill the newest checkpoint that was known to be committed must be whole,
 and the survivors must have ended by themselves in time; at its end each job must have the losses, parameters and states
-of one that nothing disturbed, bit for bit. The exit status is 1 where one had not, and what it left is kept.
+of one that nothing disturbed, bit for bit. Jobs on a pipe (`--pipe`) draw a schedule, and may die at any action of a
+place; half of them take 100 steps, continue after each kill in another layout, and must have losses within 1e-4 of the
+undisturbed ones. The exit status is 1 where one had not, and what it left is kept.
 
 Most of the time is waited, so several processes (`--jobs`) share the kinds of jobs and the kills.
 """
@@ -44,6 +47,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 3], help="rank counts to choose from")
     parser.add_argument("--stages", type=int, nargs="+", default=[0, 1, 2, 3], help="stages to choose from")
     parser.add_argument("--tensor", type=int, nargs="+", default=[1], help="sizes of the axis to choose from")
+    parser.add_argument("--pipe", type=int, nargs="+", default=[1], help="numbers of places to choose from")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="jobs at a time; one for each core")
     parser.add_argument("--promised", type=float, default=PROMISED_S, help="seconds in which survivors end")
     parser.add_argument("--output", type=Path, help="a file for the counts, as JSON")
@@ -105,6 +109,7 @@ def run_part(arguments: argparse.Namespace, folder: Path, part: tuple[int, int],
     own = folder / f"part-{number + 1}"
     own.mkdir()
     options = {"part": part, "promised_s": arguments.promised, "tensors": arguments.tensor}
+    options["pipes"] = arguments.pipe
     return Torture(own, arguments.seed, arguments.ranks, arguments.stages, **options).run(is_enough)
 
 

@@ -1,7 +1,8 @@
 """A small job as users write them: it trains, saves after each step, and goes on from its newest checkpoint.
 
 Owns the model, the loop, and how a test learns where a rank was when it was killed. All losses so far are in each
-checkpoint, so two jobs that ended with equal checkpoints trained alike throughout.
+checkpoint, so two jobs that ended with equal checkpoints trained alike throughout. A job is trained by `zs.shard`, or
+by `zs.pipeline` where its layout has several places.
 """
 
 import json
@@ -23,10 +24,17 @@ from tests.oracle import randn, seed
 from tools.settled import settled
 from zeroshard.checkpoint import files
 from zeroshard.join import start
+from zeroshard.table.pipeline import Action
+
+from .actions import watch_actions
 
 WATCHDOG_S = 60.0
 PLACE_BYTES = 48
 KEEP = 2
+MICRO_BATCHES = 4
+MOVING_EVERY = 10
+PARTS = 4
+"""Parts of the batch of a job that continues in other layouts: at most as many ranks divide it."""
 
 
 @dataclass(frozen=True)
@@ -35,14 +43,38 @@ class Kill:
 
     Args:
         after_s: seconds after they entered the phase, or
-        operation: in front of the file operation with this number, where it is not 0.
+        operation: in front of the file operation with this number, where it is not 0, or
+        action: in front of the action of a pipeline with this number, where it is not 0.
         phase: "join" is the first.
     """
 
     ranks: tuple[int, ...] = ()
     after_s: float = 0.0
     operation: int = 0
+    action: int = 0
     phase: str = "join"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How ranks divide a model, and a batch, beside the axis "shard".
+
+    Args:
+        tensor: number of ranks over which torch splits the blocks.
+        pipe: number of places of a pipe; one for `zs.shard`.
+        schedule: of the pipe.
+        moves: whether the job continues in other layouts: the batch is then the same in each, dropout is off, and it
+            saves after every tenth step.
+    """
+
+    tensor: int = 1
+    pipe: int = 1
+    schedule: str = ""
+    moves: bool = False
+
+    def __str__(self) -> str:
+        pipe = f"-pipe-{self.pipe}-{self.schedule}" if self.pipe > 1 else ""
+        return f"-tensor-{self.tensor}" * (self.tensor > 1) + pipe + "-moves" * self.moves
 
 
 class Places:
@@ -55,7 +87,7 @@ class Places:
     def __init__(self, folder: Path, rank: int, kill: Kill | None) -> None:
         self._file = os.open(folder / f"place-{rank}", os.O_RDWR | os.O_CREAT)
         self._killed = folder / f"killed-{rank}"
-        self._kill, self.phase, self.operations = kill, "", 0
+        self._kill, self.phase, self.operations, self.actions = kill, "", 0, 0
         self.entered: dict[str, float] = {}
         for name in files.__all__:
             self.watch(files, name, name)
@@ -66,7 +98,7 @@ class Places:
         is_first = phase not in self.entered
         self.entered.setdefault(phase, time.monotonic())
         kill = self._kill
-        if is_first and kill is not None and not kill.operation and kill.phase == phase:
+        if is_first and kill is not None and not (kill.operation or kill.action) and kill.phase == phase:
             timer = threading.Timer(kill.after_s, self.die)
             timer.daemon = True
             timer.start()
@@ -89,6 +121,13 @@ class Places:
 
         setattr(owner, name, watched)
 
+    def act(self, action: Action) -> None:
+        """Write the kind of a pipeline's action, which begins, beside the phase."""
+        self._write(f"{self.phase}: {action.kind.name.lower().replace('_', ' ')}")
+        self.actions += 1
+        if self._kill is not None and self.actions == self._kill.action:
+            self.die()
+
     def die(self) -> None:
         """Note the time, and end this process as the kernel does when memory runs out."""
         self._killed.write_text(str(time.time()))
@@ -104,50 +143,88 @@ def place_of(folder: Path, rank: int) -> str:
     return path.read_text().strip() if path.exists() else "before the start"
 
 
+class Block(nn.Sequential):
+    """A residual block with dropout."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
+        self.dropout = dropout
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + nn.functional.dropout(super().forward(x), self.dropout)
+
+
 class Net(nn.Module):
     """Blocks with dropout, so that the generators matter, and a tied weight."""
 
-    def __init__(self) -> None:
+    def __init__(self, depth: int = 3, dropout: float = 0.1) -> None:
         super().__init__()
         self.embedding = nn.Embedding(13, 16)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)) for _ in range(3))
+        self.blocks = nn.ModuleList(Block(dropout) for _ in range(depth))
         self.head = nn.Linear(16, 13, bias=False)
         self.head.weight = self.embedding.weight
 
-    def forward(self, ids: Tensor, path: Sequence[int] = range(3)) -> Tensor:
+    def forward(self, ids: Tensor, path: Sequence[int] | None = None) -> Tensor:
         x = self.embedding(ids)
-        for number in path:
-            x = x + nn.functional.dropout(self.blocks[number](x), 0.1)
+        for number in range(len(self.blocks)) if path is None else path:
+            x = self.blocks[number](x)
         return self.head(x)
 
 
-def make(stage: int, tensor: int = 1, **options: Any) -> tuple[Net, torch.optim.Optimizer, zs.Zero]:
-    """Return a sharded model with its optimizer; ranks draw different dropout masks, but those along "tensor" do not.
+def make(stage: int, layout: Layout = Layout(), **options: Any) -> tuple[Net, torch.optim.Optimizer, zs.Zero]:
+    """Return a sharded model with its optimizer; ranks with one batch draw the same dropout masks, others do not."""
+    model, optimizer, pipe = make_pipe(stage, layout, **options)
+    return model, optimizer, pipe.zero if isinstance(pipe, zs.Pipeline) else pipe
 
-    Args:
-        tensor: number of ranks over which torch splits the blocks.
-    """
+
+def make_pipe(stage: int, layout: Layout, **options: Any) -> tuple[Net, torch.optim.Optimizer, zs.Pipeline | zs.Zero]:
+    """Return, as `make`, the pipeline of a layout with several places; the handle of `zs.shard` without."""
     seed(3)
-    model = Net()
-    if tensor > 1:
+    tensor, pipe = layout.tensor, layout.pipe
+    # A pipe of four places, or of two that have two chunks each, needs four blocks.
+    model = Net(**({"dropout": 0.0} if layout.moves else {}), **({"depth": 4} if pipe > 1 or layout.moves else {}))
+    if tensor > 1 or pipe > 1:
         # The import takes half a second, in each rank.
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-        sizes = (dist.get_world_size() // tensor, tensor)
-        options["mesh"] = init_device_mesh("cpu", sizes, mesh_dim_names=("shard", "tensor"))
-        for block in model.blocks:
+        axes = {"pipe": pipe, "shard": dist.get_world_size() // (tensor * pipe), "tensor": tensor}
+        axes = {name: size for name, size in axes.items() if size > 1 or name == "shard"}
+        options["mesh"] = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
+        for block in model.blocks if tensor > 1 else ():
             parallelize_module(block, options["mesh"]["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=tensor == 1)
-    zero = zs.shard(model, optimizer, stage=stage, **settled({"watchdog_s": WATCHDOG_S} | options))
-    seed(4, zero.mesh.rank // tensor)
-    return model, optimizer, zero
+    # In 100 steps the higher rate would bring losses to 1e-6, of which rounding is a part.
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3 if layout.moves else 1e-2, fused=tensor == 1)
+    options = {"stage": stage, **settled({"watchdog_s": WATCHDOG_S} | options)}
+    handle: zs.Pipeline | zs.Zero
+    if pipe > 1:
+        options |= {"micro_batches": MICRO_BATCHES, "schedule": layout.schedule, "loss": cross_entropy}
+        handle = zs.pipeline(model, optimizer, **options)
+    else:
+        handle = zs.shard(model, optimizer, **options)
+    seed(4, data_rank(handle.zero if isinstance(handle, zs.Pipeline) else handle, layout))
+    return model, optimizer, handle
 
 
-def loss_of(model: nn.Module, step: int, rank: int, path: Sequence[int] = range(3)) -> Tensor:
+def data_rank(zero: zs.Zero, layout: Layout) -> int:
+    """Return the number of this rank among those that have other batches."""
+    return zero.mesh.rank // layout.tensor
+
+
+def ids_of(step: int, rank: int) -> Tensor:
+    """Return a rank's batch of a step."""
+    return (randn(8, 5, key=(7, step, rank)) * 1000).long() % 13
+
+
+def cross_entropy(logits: Tensor, ids: Tensor) -> Tensor:
+    """Return the loss of a model that learns a permutation of ids."""
+    return nn.functional.cross_entropy(logits.flatten(0, 1), ((ids * 5 + 1) % 13).flatten())
+
+
+def loss_of(model: nn.Module, step: int, rank: int, path: Sequence[int] | None = None) -> Tensor:
     """Return the loss of a rank's batch of a step, which takes the blocks of a path."""
-    ids = (randn(8, 5, key=(7, step, rank)) * 1000).long() % 13
-    return nn.functional.cross_entropy(model(ids, path).flatten(0, 1), ((ids * 5 + 1) % 13).flatten())
+    ids = ids_of(step, rank)
+    return cross_entropy(model(ids, path), ids)
 
 
 def path_of(step: int, rank: int) -> list[int]:
@@ -170,7 +247,7 @@ def train(
     asynchronous: bool = False,
     has_paths: bool = False,
     offload: str = "",
-    tensor: int = 1,
+    layout: Layout = Layout(),
 ) -> list[float]:
     """Train to the end, or until the kill; return all losses. Runs on a rank, from the start of its process on."""
     root, rank = Path(folder), int(os.environ["RANK"])
@@ -180,24 +257,38 @@ def train(
     places.enter("join")
     zs.init(watchdog_s=WATCHDOG_S)
     places.enter("shard")
-    model, optimizer, zero = make(stage, tensor, offload=offload_of(root, stage, offload))
-    place = rank // tensor
-    if zero.mesh.world_size > 1:
+    model, optimizer, handle = make_pipe(stage, layout, offload=offload_of(root, stage, offload))
+    zero = handle.zero if isinstance(handle, zs.Pipeline) else handle
+    place, ranks = data_rank(zero, layout), zero.mesh.world_size // layout.tensor
+    # The parts of each step's batch that are this rank's: one, or its share of those of all layouts.
+    count = PARTS if layout.moves else ranks
+    parts = range(place * count // ranks, (place + 1) * count // ranks)
+    if isinstance(handle, zs.Pipeline):
+        watch_actions(places.act)
+    elif zero.mesh.world_size > 1:
         places.watch(zero._engine.comm.links, "wait", "wait")
     places.enter("load")
     newest = zs.latest(root / "checkpoints")
     losses: list[float] = [] if newest is None else zero.load(newest).extra["losses"]
     committed: list[str] = []
     for step in range(len(losses), steps):
-        places.enter("forward")
-        loss = loss_of(model, step, place, path_of(step, place) if has_paths else range(3))
-        places.enter("backward")
-        loss.backward()
+        ids = torch.cat([ids_of(step, part) for part in parts])
+        if isinstance(handle, zs.Pipeline):
+            places.enter("step")
+            mean = handle.step(ids, ids)
+        else:
+            places.enter("forward")
+            loss = cross_entropy(model(ids, path_of(step, place) if has_paths else None), ids)
+            places.enter("backward")
+            loss.backward()
+            mean = zs.mean_across_ranks(loss)
         places.enter("update")
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(float(zs.mean_across_ranks(loss)))
+        losses.append(float(mean))
+        if layout.moves and (step + 1) % MOVING_EVERY:
+            continue
         places.enter("save")
         # Only once a save has returned is the one before, which may have gone on in the background, known to be there.
         path = zero.save(
@@ -213,7 +304,7 @@ def train(
     note(root, rank, committed[-1:])
     places.enter("end")
     (root / f"entered-{rank}").write_text(json.dumps(places.entered))
-    (root / "operations").write_text(str(places.operations))
+    (root / "counts").write_text(json.dumps([places.operations, places.actions]))
     return losses
 
 

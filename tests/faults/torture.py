@@ -10,18 +10,21 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
 import zeroshard as zs
 from zeroshard.checkpoint.diff import diff
 from zeroshard.testing import RankFailure, run_ranks
 
-from .job import Kill, place_of, train
+from .job import PARTS, Kill, Layout, place_of, train
 
 __all__ = ["Counts", "Torture"]
 
-STEPS = 6
+STEPS, MOVING_STEPS = 6, 100
+NEAR = 1e-4
+"""How far the losses of a job that continued in other layouts may be from those of an undisturbed one, relatively."""
+SCHEDULES = ("naive", "gpipe", "1f1b", "interleaved")
 TIMEOUT_S = 180.0
 KILLS_OF_A_JOB = 8
 GRACE_S = 1.0
@@ -42,7 +45,8 @@ class Counts:
         kinds: of these jobs.
         resumed: of them, how many starts went on from a checkpoint.
         lost: kills after which a checkpoint that was committed, and not removed as an old one, was gone or damaged.
-        mismatched: jobs whose losses, parameters, states or counters are not those of the undisturbed one.
+        mismatched: jobs whose losses, parameters, states or counters are not those of the undisturbed one; of jobs that
+            continued in other layouts, whose losses are not near.
         failed: starts that ended with an error that was no kill.
         exits_s: of each kill that left survivors, the seconds until the last of them had ended by itself.
         problems: one line for each that is lost, mismatched or failed, or whose survivors stayed too long.
@@ -73,18 +77,36 @@ class Kind:
     asynchronous: bool
     has_paths: bool
     offload: str
-    tensor: int = 1
+    layout: Layout = Layout()  # noqa: RUF009 (it is frozen)
 
     def __str__(self) -> str:
         options = f"{'-asynchronous' if self.asynchronous else ''}{'-paths' if self.has_paths else ''}"
         options += f"-offload-{self.offload}" if self.offload else ""
-        options += f"-tensor-{self.tensor}" if self.tensor > 1 else ""
-        return f"ranks-{self.world}-stage-{self.stage}{options}"
+        return f"ranks-{self.world}-stage-{self.stage}{options}{self.layout}"
+
+    @property
+    def is_possible(self) -> bool:
+        """Whether there is such a job: a pipe saves in the background here, and all ranks take one path."""
+        tensor, pipe, moves = self.layout.tensor, self.layout.pipe, self.layout.moves
+        fits = self.world % (tensor * pipe) == 0 and not (moves and PARTS % (self.world // (tensor * pipe)))
+        # Two chunks each at four places would need eight blocks.
+        has_blocks = self.layout.schedule != "interleaved" or pipe == 2
+        return fits and has_blocks and ((pipe == 1 and not moves) or (self.asynchronous and not self.has_paths))
+
+    @property
+    def steps(self) -> int:
+        """The number of steps."""
+        return MOVING_STEPS if self.layout.moves else STEPS
 
 
 @dataclass(frozen=True)
 class Whole:
-    """The undisturbed job: its checkpoint, its losses, how long it and its first phases took, its file operations."""
+    """The undisturbed job: its checkpoint, its losses, how long it and its first phases took.
+
+    Args:
+        operations: number of its file operations.
+        actions: number of a pipeline's actions; 0 without one.
+    """
 
     folder: Path
     losses: list[float]
@@ -92,6 +114,7 @@ class Whole:
     join_s: float
     shard_s: float
     operations: int
+    actions: int
 
 
 class Torture:
@@ -105,6 +128,8 @@ class Torture:
         paths: whether ranks take different paths, to choose from.
         offloads: memories of states and parameters to choose from, "" for the device's.
         tensors: numbers of ranks over which torch splits layers, to choose from.
+        pipes: numbers of places to choose from. Half of the jobs with several continue after each kill in another
+            layout: with other places, another stage and schedule, other ranks, or without a pipe.
         part: which share of the kinds of jobs, and of how many: several processes divide them.
         promised_s: seconds in which the survivors of a kill must have ended by themselves; None to end them at once.
 
@@ -122,11 +147,19 @@ class Torture:
         *,
         offloads: Sequence[str] = ("", "host", "files"),
         tensors: Sequence[int] = (1,),
+        pipes: Sequence[int] = (1,),
         promised_s: float | None = None,
     ) -> None:
         self.counts = Counts()
-        drawn = itertools.product(worlds, stages, (False, True), paths, offloads, tensors)
-        kinds = [kind for kind in (Kind(*each) for each in drawn) if kind.world % kind.tensor == 0]
+        layouts = [Layout(tensor) for tensor in tensors if 1 in pipes]
+        several = itertools.product(tensors, [pipe for pipe in pipes if pipe > 1], SCHEDULES, (False, True))
+        layouts += [Layout(*each) for each in several]
+        drawn = itertools.product(worlds, stages, (False, True), paths, offloads, layouts)
+        kinds = [kind for kind in (Kind(*each) for each in drawn) if kind.is_possible]
+        plain = itertools.product({1, *worlds}, stages, [Layout(moves=True)])
+        self._plain = [kind for kind in (Kind(w, s, True, False, "", one) for w, s, one in plain) if kind.is_possible]
+        """Jobs without a pipe, as which others continue."""
+        self._moving = [kind for kind in kinds if kind.layout.moves]
         random.Random(key).shuffle(kinds)
         number, parts = part
         self._folder, self._draw = folder, random.Random(f"{key} {number}")
@@ -151,9 +184,10 @@ class Torture:
         kills = 0
         while True:
             is_last = kills >= KILLS_OF_A_JOB or (kills > 0 and is_enough(self.counts))
-            kill = Kill() if is_last else self._kill(kind.world, whole)
+            now = self._moved(kind) if kills and kind.layout.moves else kind
+            kill = Kill() if is_last else self._kill(now.world, whole)
             self.counts.resumed += self._newest(folder) is not None
-            losses = self._start(folder, kind, kill)
+            losses = self._start(folder, now, kill)
             if losses is not None:
                 break
             kills += 1
@@ -162,15 +196,20 @@ class Torture:
         if kills:
             self.counts.jobs += 1
             self.counts.kinds[str(kind)] += 1
-            self._compare(folder, whole, losses)
+            self._compare(folder, kind, whole, losses)
         if not any(folder.name in problem for problem in self.counts.problems):
             shutil.rmtree(folder)
+
+    def _moved(self, kind: Kind) -> Kind:
+        """Return the job in another layout."""
+        others = [one for one in self._moving if (one.world, one.layout) != (kind.world, kind.layout)]
+        return replace(self._draw.choice(self._draw.choice([others or self._plain, self._plain])), offload=kind.offload)
 
     def _kill(self, world: int, whole: Whole) -> Kill:
         """Choose one rank or all, and when.
 
-        In the rendezvous, in `zs.shard`, at any time, or at a file operation: few moments are in one of these, and most
-        that matter.
+        In the rendezvous, in `zs.shard`, at any time, at a file operation, or at an action of a pipeline: few moments
+        are in one of these, and most that matter.
         """
         ranks = tuple(range(world)) if self._draw.random() < 0.2 else (self._draw.randrange(world),)
         how = self._draw.random()
@@ -180,11 +219,13 @@ class Torture:
             return Kill(ranks, after_s=self._draw.uniform(0.0, whole.join_s))
         if how < 0.6:
             return Kill(ranks, after_s=self._draw.uniform(0.0, whole.shard_s), phase="shard")
+        if whole.actions and how < 0.8:
+            return Kill(ranks, action=self._draw.randint(1, whole.actions))
         return Kill(ranks, after_s=self._draw.uniform(0.0, whole.seconds))
 
     def _start(self, folder: Path, kind: Kind, kill: Kill) -> list[float] | None:
         """Start the job, or go on with it; return rank 0's losses, None where it was killed."""
-        args = (str(folder), kind.stage, STEPS, kill, kind.asynchronous, kind.has_paths, kind.offload, kind.tensor)
+        args = (str(folder), kind.stage, kind.steps, kill, kind.asynchronous, kind.has_paths, kind.offload, kind.layout)
         grace_s = GRACE_S if self._promised_s is None else self._promised_s
         try:
             # Ranks join by themselves, so that they can be killed while they do; those that wait for one that was
@@ -235,13 +276,16 @@ class Torture:
             self.counts.problems.append(f"{folder.name}: {error}")
             return None
 
-    def _compare(self, folder: Path, whole: Whole, losses: list[float]) -> None:
-        newest = self._newest(folder)
-        if newest is None or newest.name != _last(whole.folder).name:
+    def _compare(self, folder: Path, kind: Kind, whole: Whole, losses: list[float]) -> None:
+        newest, last = self._newest(folder), _last(whole.folder, kind.steps)
+        if newest is None or newest.name != last.name:
             found = [f"ends with the checkpoint {newest}"]
+        elif not kind.layout.moves:
+            found = [f"{one.name}: {one.what}" for one in diff(last, newest)]
         else:
-            found = [f"{one.name}: {one.what}" for one in diff(_last(whole.folder), newest)]
-        if losses != whole.losses:
+            off = max(abs(one - other) / other for one, other in zip(losses, whole.losses, strict=True))
+            found = [f"losses are off by {off:.1e}, of {NEAR:g}"] * (off > NEAR)
+        if losses != whole.losses and not kind.layout.moves:
             found.append(f"losses {losses}, undisturbed {whole.losses}")
         if found:
             self.counts.mismatched += 1
@@ -252,17 +296,17 @@ class Torture:
             folder = self._folder / f"whole-{self._number}-{kind}"
             folder.mkdir()
             losses = self._start(folder, kind, Kill())
-            assert losses is not None and len(losses) == STEPS
+            assert losses is not None and len(losses) == kind.steps
             entered = json.loads((folder / "entered-0").read_text())
             seconds, join_s, shard_s = (
                 entered[end] - entered[begin] for begin, end in (("join", "end"), ("join", "shard"), ("shard", "load"))
             )
-            operations = int((folder / "operations").read_text())
-            self._whole[kind] = Whole(folder, losses, seconds, join_s, shard_s, operations)
+            counts = json.loads((folder / "counts").read_text())
+            self._whole[kind] = Whole(folder, losses, seconds, join_s, shard_s, *counts)
         return self._whole[kind]
 
 
-def _last(folder: Path) -> Path:
+def _last(folder: Path, steps: int) -> Path:
     newest = zs.latest(folder / "checkpoints")
-    assert newest is not None and newest.name == f"step-{STEPS:04d}"
+    assert newest is not None and newest.name == f"step-{steps:04d}"
     return newest
