@@ -25,7 +25,7 @@ STEPS, MOVING_STEPS = 6, 100
 NEAR = 1e-4
 """How far the losses of a job that continued in other layouts may be from those of an undisturbed one, relatively."""
 SCHEDULES = ("naive", "gpipe", "1f1b", "interleaved")
-TIMEOUT_S = 180.0
+TIMEOUT_S, MOVING_TIMEOUT_S = 180.0, 600.0
 KILLS_OF_A_JOB = 8
 GRACE_S = 1.0
 WITHOUT_WATCHDOG = ("before the start", "join", "shard")
@@ -227,10 +227,11 @@ class Torture:
         """Start the job, or go on with it; return rank 0's losses, None where it was killed."""
         args = (str(folder), kind.stage, kind.steps, kill, kind.asynchronous, kind.has_paths, kind.offload, kind.layout)
         grace_s = GRACE_S if self._promised_s is None else self._promised_s
+        timeout_s = MOVING_TIMEOUT_S if kind.layout.moves else TIMEOUT_S
         try:
             # Ranks join by themselves, so that they can be killed while they do; those that wait for one that was
             # killed are ended, as a launcher does.
-            return run_ranks(train, kind.world, *args, timeout_s=TIMEOUT_S, grace_s=grace_s, process_group=False)[0]
+            return run_ranks(train, kind.world, *args, timeout_s=timeout_s, grace_s=grace_s, process_group=False)[0]
         except RankFailure as failure:
             if not any(error.type_name == "SIGKILL" for error in failure.errors.values()):
                 told = "; ".join(f"rank {rank}: {error.message}" for rank, error in failure.errors.items())

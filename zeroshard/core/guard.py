@@ -64,6 +64,7 @@ class Answer:
         fails: returns whether the result is an error.
         scale: the loss scale, for the text of the error.
         doubts: flags of this rank's recomputations, by name; the first of all flags is their maximum over ranks.
+        origin: see `Guard`.
     """
 
     def __init__(
@@ -74,8 +75,10 @@ class Answer:
         fails: Callable[[], bool],
         scale: LossScale | None,
         doubts: Mapping[str, Tensor],
+        origin: Callable[[], str],
     ) -> None:
         self._flags, self._names, self._mesh, self._fails, self._scale = flags, names, mesh, fails, scale
+        self._origin = origin
         self._doubts = doubts
         self._process = os.getpid()
 
@@ -98,7 +101,7 @@ class Answer:
             return
         try:
             if (name := self.read()) and self._fails():
-                end_with(not_finite(self._mesh, name, self._scale))
+                end_with(not_finite(self._mesh, name, self._scale, self._origin()))
         except RuntimeError as error:
             end_with(error)
 
@@ -116,6 +119,13 @@ class Guard(ABC):
         """Number of skipped steps."""
         self.updates_on_host = False
         """Whether some states are in host memory, with a CUDA device."""
+        self.origin: Callable[[], str] = lambda: ""
+        """Returns a sentence about where the last step had its first value that is not finite, "" if it is not known;
+        equal on all ranks."""
+
+    def error(self, name: str, scale: LossScale | None) -> RuntimeError:
+        """Return the error for a gradient that is not finite; see `not_finite`."""
+        return not_finite(self._comm.mesh, name, scale, self.origin())
 
     def is_fatal(self, scale: LossScale | None) -> bool:
         """Return whether gradients that are not finite are an error: without a loss scale and without skipping."""
@@ -257,7 +267,8 @@ class DeviceGuard(Guard):
             across.flag(elsewhere, "whether gradients are finite at all places")
             found = torch.cat([found[:1], elsewhere, found[1:]])
         # Started before the update, so that the update does not delay the copy.
-        answer = Answer(self._read_back(found), names, mesh, functools.partial(self.is_fatal, scale), scale, doubts)
+        fails = functools.partial(self.is_fatal, scale)
+        answer = Answer(self._read_back(found), names, mesh, fails, scale, doubts, self.origin)
         if self.is_awaited(optimizer):
             self.waits += 1
             return answer.read()
@@ -317,22 +328,23 @@ def guard_of(comm: Comm, *, updates_on_host: bool) -> Guard:
     return HostGuard(comm) if comm.is_on_host else DeviceGuard(comm, updates_on_host=updates_on_host)
 
 
-def not_finite(mesh: Mesh, name: str, scale: LossScale | None) -> RuntimeError:
+def not_finite(mesh: Mesh, name: str, scale: LossScale | None, origin: str) -> RuntimeError:
     """Return the error for a gradient that is not finite.
 
     Args:
         name: name of the parameter.
+        origin: see `Guard`.
     """
     if scale is None:
         return RuntimeError(
-            f"{mesh} The gradient of '{name}' is not finite; nothing was changed on any rank. The training has "
+            f"{mesh} The gradient of '{name}' is not finite; nothing was changed on any rank. {origin}The training has "
             "diverged, or a rank's data contain NaN or infinity: check the losses of each rank, lower the learning "
             "rate, or clip."
         )
     return RuntimeError(
         f"{mesh} The gradient of '{name}' is not finite at the smallest loss scale, {scale.value:g}; earlier steps "
-        f"were skipped at {scale.history}. The training has diverged, or a value is out of fp16's range: lower the "
-        "learning rate, look at this parameter's inputs, or use precision='bf16'."
+        f"were skipped at {scale.history}. {origin}The training has diverged, or a value is out of fp16's range: lower "
+        "the learning rate, look at this parameter's inputs, or use precision='bf16'."
     )
 
 

@@ -93,13 +93,16 @@ class Mail:
             kind: the kind of the action that receives it.
             chunk: the chunk that receives it.
         """
-        is_back = kind is Kind.RECEIVE_GRADIENT
-        name, source = ("gradient", chunk + 1) if is_back else ("activation", chunk - 1)
-        places = len(self._ranks)
-        of = f" of chunk {source}" if source >= places or chunk >= places else ""
-        what = f"the {name} of micro-batch {micro_batch} from pipe {source % places}{of}"
-        about = (chunk * TENSORS + number) * 2 + is_back
+        about = (chunk * TENSORS + number) * 2 + (kind is Kind.RECEIVE_GRADIENT)
+        what = self.name(kind, chunk, micro_batch, len(self._ranks))
         return Tag(self._calls * self._micro_batches + micro_batch, about, what)
+
+    @staticmethod
+    def name(kind: Kind, chunk: int, micro_batch: int, places: int) -> str:
+        """Return the name of a message, for errors; see `_tag`."""
+        name, source = ("gradient", chunk + 1) if kind is Kind.RECEIVE_GRADIENT else ("activation", chunk - 1)
+        of = f" of chunk {source}" if source >= places or chunk >= places else ""
+        return f"the {name} of micro-batch {micro_batch} from pipe {source % places}{of}"
 
     def _rank(self, chunk: int) -> int:
         return self._ranks[chunk % len(self._ranks)]

@@ -20,8 +20,8 @@ Note: a place that fails
 
 import functools
 import zlib
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar, final
 
@@ -35,6 +35,7 @@ from zeroshard.core.states import Scope
 from zeroshard.parallel.again import Again, First
 from zeroshard.parallel.batch import Batch
 from zeroshard.parallel.chunked import Border, ChunkedModel, Learned
+from zeroshard.parallel.finite import Finite
 from zeroshard.parallel.idle import idle_backward, idle_forward
 from zeroshard.parallel.mail import NOTHING, Incoming, Mail
 from zeroshard.parallel.tied import Tied
@@ -109,6 +110,8 @@ class Runner:
             chunk: Chunk(f"chunk {chunk}", numbers, chunk == chunked.cut.count - 1) for chunk, numbers in units.items()
         }
         self.mail = Mail(engine.comm.across, ranks, training.micro_batches, training.live(self.own) + 1)
+        self.finite = Finite(engine.mesh, training)
+        engine.guard.origin = self.finite.told
         self.known: dict[tuple[Any, int], Learned] = {}
         """What is known of each chunk for inputs of a shape."""
 
@@ -193,12 +196,14 @@ class _Step:
         if self._has_grad:
             self._runner.tied.check_dropped()
         self._mail.begin()
+        self._runner.finite.begin()
         for at, action in enumerate(actions):
             if action.kind in RECEIVES:
                 self._expect(action)
                 continue
             self._expect(next((one for one in actions[at + 1 :] if one.kind in RECEIVES), None))
-            act[action.kind](action.chunk, action.micro_batch)
+            with self._told(action):
+                act[action.kind](action.chunk, action.micro_batch)
         self._mail.finish()
         self._mail.give(self._kept)
         for turn, first in self._repeated:
@@ -212,8 +217,30 @@ class _Step:
         self._agree()
         if is_summed:
             self._runner.tied.add_up()
-        losses = engine.comm.across.collect(self._total, "the loss of the last place")
+        told = torch.stack([self._total, self._runner.finite.first()])
+        losses, found = engine.comm.across.collect(told, "the loss of the last place").unbind(1)
+        if self._has_grad:
+            self._runner.finite.keep(found, is_last=self._is_last)
         return losses[engine.mesh.places()[-1].tolist()].mean()
+
+    @contextmanager
+    def _told(self, action: Action) -> Iterator[None]:
+        """Tell other ranks what this one does, in case that it is lost there, or ends with an exception."""
+        mesh, watchdog = self._runner.engine.mesh, self._runner.engine.comm.across.watchdog
+        if watchdog is not None:
+            watchdog.does(f"the {action}, at pipe {self._runner.own}")
+        try:
+            yield
+        except BaseException as error:
+            error.add_note(f"{mesh} This was raised in the {action}.")
+            raise
+        finally:
+            if watchdog is not None:
+                watchdog.does("")
+
+    def _note(self, kind: Kind, chunk: int, micro_batch: int, tensors: Sequence[Tensor]) -> None:
+        if self._has_grad:
+            self._runner.finite.note(kind, chunk, micro_batch, tensors)
 
     def _where(self, chunk: int, micro_batch: int) -> str:
         of = f" of chunk {chunk}" if self._schedule.chunks > 1 else ""
@@ -310,6 +337,7 @@ class _Step:
         learned, arrived = self._hear(chunk, micro_batch), tuple[Tensor, ...]()
         if (message := self._incoming.pop(Action(Kind.RECEIVE_INPUT, chunk, micro_batch), None)) is not None:
             arrived = message.wait()
+            self._note(Kind.RECEIVE_INPUT, chunk, micro_batch, arrived)
         flight = self._flights[turn] = _Flight(arrived, ())
         is_twice = turn in self._twice
         has_grad = self._has_grad and not is_twice
@@ -372,6 +400,7 @@ class _Step:
         if chunk == chunked.cut.count - 1:
             loss = self._loss(chunk, micro_batch, output, targets)
             self._total += 0.0 if is_again else loss.detach()
+            self._note(Kind.FORWARD, chunk, micro_batch, [loss])
             outputs: tuple[Tensor, ...] = (loss,)
         else:
             outputs = output
@@ -430,6 +459,7 @@ class _Step:
         message, grads = self._incoming.pop(Action(Kind.RECEIVE_GRADIENT, chunk, micro_batch), None), list[Any]()
         if message is not None:
             grads = [*message.wait()]
+            self._note(Kind.RECEIVE_GRADIENT, chunk, micro_batch, grads)
             self._mail.has_arrived(chunk, micro_batch)
         outputs, before = [one for one in flight.outputs if one.requires_grad], engine.backwards
         has_failed = not flight.outputs

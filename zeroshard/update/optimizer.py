@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from zeroshard.core.dtypes import round_at_random
 from zeroshard.core.engine import Engine
 from zeroshard.core.gradient import MasterSlice
-from zeroshard.core.guard import Answer, not_finite
+from zeroshard.core.guard import Answer
 from zeroshard.core.slot import Slot, slot_of
 from zeroshard.core.states import Presence
 from zeroshard.core.unit import Unit
@@ -154,7 +154,7 @@ class ShardedOptimizer:
         if (is_stopped := not is_voted or bool(name)) and (scale is None or guard.is_fatal(scale)):
             name = name or guard.blame(masters)
             if guard.is_fatal(scale):
-                raise not_finite(engine.mesh, name, scale)
+                raise guard.error(name, scale)
             guard.note_skipped(name, self.steps)
         engine.begin_update(is_skipped=is_stopped)
         self._widen()
@@ -231,7 +231,7 @@ class ShardedOptimizer:
             self.applied = -1
             if engine.guard.is_fatal(engine.loss_scale):
                 self.steps -= 1
-                raise not_finite(engine.mesh, name, engine.loss_scale)
+                raise engine.guard.error(name, engine.loss_scale)
             if engine.loss_scale is None:
                 engine.guard.note_skipped(name, self.steps - 1)
         self._follow_scale(bool(name))

@@ -120,6 +120,8 @@ class _Status:
     now: tuple[str, str, float]
     """Verb, object, and the monotonic time since when."""
     clock: Callable[[], float] = time.monotonic
+    doing: str = ""
+    """What this rank does meanwhile, beginning with a comma, as `Watchdog.does` was told."""
     own_s: tuple[float, ...] = ()
     """For each of the last steps, the seconds in which this rank did not wait."""
     step_s: float = 0.0
@@ -183,7 +185,7 @@ class _Status:
             verb, what, since_s = WAITS[0], f"{behind}, behind which its device is queued", self.clock() - waits_s
         pace = statistics.median(self.own_s) if len(self.own_s) == PACE_STEPS else ""
         numbers = f"{int(bool(self.known))} {self.answered_s} {waits_s} {pace}"
-        return f"{beat}\n{numbers}\n{self.clock() - since_s:.1f}\n{verb} {what}"
+        return f"{beat}\n{numbers}\n{self.clock() - since_s:.1f}\n{verb} {what}{self.doing}"
 
     def publish(self) -> None:
         """Write the status of the ranks of this host to the store."""
@@ -295,6 +297,10 @@ class Watchdog:
         now_s = time.monotonic()
         self._waited_s += now_s - self._status.now[2]
         self._status.now = ("in user code since", what, now_s)
+
+    def does(self, what: str) -> None:
+        """Record what this rank does, whatever it waits for meanwhile; "" for nothing that says more than the waits."""
+        self._status.doing = what and f", in {what}"
 
     def queues_behind(self, what: str) -> None:
         """Record that the device waits for `what`, while the host continues."""

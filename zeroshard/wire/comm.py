@@ -154,8 +154,8 @@ class Comm(ABC):
         return self._across or self
 
     def span(self, across: "Comm") -> None:
-        """Take over the communicator of all places of a pipe; what both send is counted together."""
-        self._across, across.sent_bytes = across, self.sent_bytes
+        """Take over the communicator of all places of a pipe, and its watchdog; what both send is counted together."""
+        self._across, across.sent_bytes, self.watchdog = across, self.sent_bytes, across.watchdog
 
     def close(self) -> None:
         """Close the connections, when no rank uses them any more."""

@@ -45,6 +45,11 @@ class LinkedComm(Comm):
         """The process group of all ranks for tensors."""
         return self.links.groups[self._name]
 
+    def span(self, across: Comm) -> None:
+        super().span(across)
+        if across.watchdog is not None:
+            self.links.follow(across.watchdog)
+
     def close(self) -> None:
         super().close()
         self.links.close()

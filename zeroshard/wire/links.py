@@ -75,6 +75,14 @@ class Links:
             device = self.mesh.device
             self.watchdog.record = lambda: devices.mark(device).query
 
+    def follow(self, watchdog: Watchdog) -> None:
+        """Tell the watchdog of more ranks what this rank waits for: its own one knows no cause elsewhere, and no wait.
+
+        A rank that waits for another place would seem to be slow.
+        """
+        self.watchdog.close()
+        self.watchdog, watchdog.record = watchdog, watchdog.record or self.watchdog.record
+
     def close(self) -> None:
         """End the watchdog and the process groups, when no rank uses them any more."""
         self.watchdog.close()
