@@ -29,7 +29,7 @@ from zeroshard.setup.request import Request, domain_of, place_of
 from zeroshard.table.errors import RankMismatchError
 from zeroshard.table.pipeline import Schedule, schedule_of
 from zeroshard.table.settings import Settings
-from zeroshard.torch_private import DisabledFunction, local_of
+from zeroshard.torch_private import local_of
 from zeroshard.values.materialize import check_source, is_on_meta
 from zeroshard.values.weights import Weights
 from zeroshard.wire.comm import gather_across_ranks
@@ -239,7 +239,7 @@ def _runner(
 class StepLoss(Tensor):
     """The mean loss of a step, whose backward `Pipeline.step` has already made."""
 
-    __torch_function__ = DisabledFunction  # type: ignore[assignment]
+    # What is computed from it is such a loss, too: users divide it, or scale it.
 
     def backward(self, *args: Any, **kwargs: Any) -> None:
         """Raise: there is nothing left to do."""
@@ -331,6 +331,7 @@ class Pipeline:
 
     def _batch(self, inputs: Any, targets: Any, count: int = 0) -> Batch:
         """Return a batch, in `count` micro-batches, or in the most of equal size that a step's number allows."""
+        self._runner.engine.check_outside_backward("A call of the pipeline")
         args: tuple[Any, ...] = () if isinstance(inputs, Mapping) else (inputs,)
         kwargs = dict(inputs) if isinstance(inputs, Mapping) else {}
         args = inputs if isinstance(inputs, tuple) else args

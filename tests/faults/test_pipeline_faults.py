@@ -207,7 +207,7 @@ def test_a_value_that_is_no_number_changes_nothing_and_its_place_is_named() -> N
                 else:
                     # Of the backward of the first chunk only gradients of parameters come.
                     assert re.search(r"The gradient of '(stem|blocks\.[01])\.", text), (case, text)
-                    assert "it arose in a backward at the place that has the parameter." in text, (case, text)
+                    assert "it came from a backward at the place of this parameter." in text, (case, text)
             assert actual == pytest.approx(losses, rel=1e-5), case
             for name, value in parameters.items():
                 assert torch.allclose(value, expected[name], rtol=1e-5, atol=1e-6), (case, name)

@@ -97,7 +97,8 @@ class Engine(Ending):
         """Reads whether the last update was skipped, and acts on it; None if the host knows."""
         self._await_update: Callable[[], None] = lambda: None
         """Waits for the update in the background."""
-        self._frames, self.flights, self._task = list[Frame](), Flights(units), -1
+        self._frames, self.flights, self._task, self.inside = list[Frame](), Flights(units), -1, ""
+        """`inside` is the action of a pipeline that runs, which other calls must not interrupt."""
         self._norms, self.copy = LocalNorms(()), slice_of(mesh.along("shard", "tensor"))
         """The ranks whose parts form the full gradients."""
         buckets = [(unit.number, bucket) for unit in units for bucket in unit.buckets]
@@ -291,7 +292,9 @@ class Engine(Ending):
         self._complete()
 
     def check_outside_backward(self, what: str) -> None:
-        """Raise in a hook that runs inside a backward, while gradients are being reduced."""
+        """Raise in a hook that runs inside a backward, while gradients are being reduced, or in a step of a pipe."""
+        if self.inside:
+            raise RuntimeError(f"{self.mesh} {what} inside {self.inside}: other places wait. Call it after that.")
         if graph_task() != -1:
             raise RuntimeError(
                 f"{self.mesh} {what} inside a backward (in a hook on a gradient or a tensor): gradients are still "

@@ -1,19 +1,34 @@
 """The batch of a step of a pipeline, and its micro-batches.
 
-Owns the cut along the first dimension. It must not know schedules, messages or models.
+Owns the cut along the first dimension, and the comparison of the batches that places of one pipe have. It must not know
+schedules, messages or models.
 """
 
-import zlib
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, final
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any, Final, final
 
+import torch
 from torch import Tensor
 
-from zeroshard.parallel.alike import checksum
+from zeroshard.table.errors import RankMismatchError
+from zeroshard.torch_private import local_of
 from zeroshard.tree import find, map_tensors
+from zeroshard.wire.mesh import Mesh
+from zeroshard.wire.readback import Readback
 
-__all__ = ["Batch"]
+__all__ = ["Batch", "Compared"]
+
+COMPARED_NUMEL: Final = 1 << 16
+"""Elements of each input that are compared: other batches differ in them, and the comparison needs little memory."""
+INTEGERS: Final = MappingProxyType({1: torch.uint8, 2: torch.int16, 4: torch.int32})
+BITS: Final = (1 << 52) - 1
+"""What fp64 holds exactly."""
+SAME = (
+    "Ranks that differ only along 'pipe' make one model, and need the same batch in the same mode: divide data by "
+    "mesh.get_local_rank('shard') instead of the rank, and call train() or eval() on all."
+)
 
 
 @final
@@ -56,13 +71,55 @@ class Batch:
         tensors = find(self._all[:2], Tensor)
         return self.rows // self.micro_batches, tuple((one.shape[1:], one.dtype) for one in tensors)
 
-    def checksum(self, micro_batch: int) -> int:
-        """Return a checksum of a micro-batch's inputs, for a comparison of places."""
-        inputs = find(self.at(micro_batch)[:2], Tensor)
-        return zlib.crc32(repr([checksum(one) for one in inputs]).encode())
+    def checksum(self, device: torch.device) -> Tensor:
+        """Return (): a checksum of the inputs' bits, a whole number in fp64; the host does not wait for it."""
+        total = torch.zeros((), dtype=torch.int64, device=device)
+        for one in find(self._all[:2], Tensor):
+            first = local_of(one.detach()).reshape(-1)[:COMPARED_NUMEL].contiguous()
+            bits = first.view(INTEGERS.get(first.element_size(), torch.int64)).long()
+            odd = torch.arange(1, 2 * bits.numel(), 2, device=bits.device)  # so that the order matters
+            total += (bits * odd).sum().to(device)
+        return (total & BITS).double()
 
     def at(self, micro_batch: int) -> tuple[Any, Any, Any]:
         """Return args, kwargs and targets of a micro-batch."""
         size = self.rows // self.micro_batches
         rows = slice(micro_batch * size, (micro_batch + 1) * size)
         return map_tensors(self._all, lambda t: t[rows])  # type: ignore[no-any-return]
+
+
+@final
+class Compared:
+    """The comparison of the inputs of each step, or evaluation, over the places of a pipe.
+
+    On a device it is read at the next call, and at the first call with inputs of a shape: the host does not wait.
+
+    Args:
+        mesh: the ranks of this place.
+    """
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh, self._known = mesh.across, set[Hashable]()
+        self._sums: Readback | None = None
+
+    def keep(self, sums: Tensor, key: Hashable) -> None:
+        """Compare the checksums of all ranks, now or at the next call.
+
+        Args:
+            key: the shapes.
+
+        Raises:
+            RankMismatchError: ranks along the pipe have other inputs; on every rank alike.
+        """
+        self._sums, is_first = Readback(sums), key not in self._known
+        self._known.add(key)
+        if is_first or self._mesh.device.type == "cpu":
+            self.check()
+
+    def check(self) -> None:
+        """Raise if the inputs of the last call differ; see `keep`."""
+        sums, self._sums = self._sums.read() if self._sums is not None else [], None
+        for ranks in self._mesh.rows("pipe").tolist() if sums else ():
+            if others := [rank for rank in ranks if sums[rank] != sums[ranks[0]]]:
+                first, other = (replace(self._mesh, rank=rank) for rank in (ranks[0], others[0]))
+                raise RankMismatchError(f"{self._mesh} The inputs of {other} are not those of {first}. {SAME}")

@@ -80,11 +80,10 @@ class Finite:
     def told(self) -> str:
         """Return a sentence about the first value of the last steps; "" before the first. The host waits for it."""
         places = [] if self._found is None else self._found.tolist()
-        if not places or min(places) == INFINITY:
-            none = (
-                "All messages between places were finite: it arose in a backward at the place that has the parameter. "
-            )
-            return none if places else ""
+        if not places:
+            return ""
+        if min(places) == INFINITY:
+            return "All messages between places were finite: it came from a backward at the place of this parameter. "
         turn, micro_batch = divmod(int(min(places)), self._schedule.micro_batches)
         rank, chunks, across = places.index(min(places)), self._schedule.all_chunks, self._mesh.across
         if turn == chunks:

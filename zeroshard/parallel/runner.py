@@ -33,7 +33,7 @@ from zeroshard.core.engine import Engine
 from zeroshard.core.flights import Chunk
 from zeroshard.core.states import Scope
 from zeroshard.parallel.again import Again, First
-from zeroshard.parallel.batch import Batch
+from zeroshard.parallel.batch import SAME, Batch, Compared
 from zeroshard.parallel.chunked import Border, ChunkedModel, Learned
 from zeroshard.parallel.finite import Finite
 from zeroshard.parallel.idle import idle_backward, idle_forward
@@ -111,6 +111,7 @@ class Runner:
         }
         self.mail = Mail(engine.comm.across, ranks, training.micro_batches, training.live(self.own) + 1)
         self.finite = Finite(engine.mesh, training)
+        self.compared = Compared(engine.mesh)
         engine.guard.origin = self.finite.told
         self.known: dict[tuple[Any, int], Learned] = {}
         """What is known of each chunk for inputs of a shape."""
@@ -197,6 +198,7 @@ class _Step:
             self._runner.tied.check_dropped()
         self._mail.begin()
         self._runner.finite.begin()
+        self._comparing(self._runner.compared.check)
         for at, action in enumerate(actions):
             if action.kind in RECEIVES:
                 self._expect(action)
@@ -217,8 +219,9 @@ class _Step:
         self._agree()
         if is_summed:
             self._runner.tied.add_up()
-        told = torch.stack([self._total, self._runner.finite.first()])
-        losses, found = engine.comm.across.collect(told, "the loss of the last place").unbind(1)
+        told = torch.stack([self._total, self._runner.finite.first(), self._batch.checksum(engine.mesh.device)])
+        losses, found, sums = engine.comm.across.collect(told, "the loss of the last place").unbind(1)
+        self._comparing(lambda: self._runner.compared.keep(sums.contiguous(), self._key))
         if self._has_grad:
             self._runner.finite.keep(found, is_last=self._is_last)
         return losses[engine.mesh.places()[-1].tolist()].mean()
@@ -226,15 +229,17 @@ class _Step:
     @contextmanager
     def _told(self, action: Action) -> Iterator[None]:
         """Tell other ranks what this one does, in case that it is lost there, or ends with an exception."""
-        mesh, watchdog = self._runner.engine.mesh, self._runner.engine.comm.across.watchdog
+        engine, watchdog = self._runner.engine, self._runner.engine.comm.across.watchdog
         if watchdog is not None:
             watchdog.does(f"the {action}, at pipe {self._runner.own}")
+        engine.inside = f"a pipeline's step, in the {action}"
         try:
             yield
         except BaseException as error:
-            error.add_note(f"{mesh} This was raised in the {action}.")
+            error.add_note(f"{engine.mesh} This was raised in the {action}.")
             raise
         finally:
+            engine.inside = ""
             if watchdog is not None:
                 watchdog.does("")
 
@@ -266,31 +271,25 @@ class _Step:
         """Return what is known of a chunk; the first message of a step may tell more.
 
         Raises:
-            RankMismatchError: the place before has inputs of other shapes, or other inputs.
+            RankMismatchError: the place before has inputs of other shapes.
         """
         learned = self._runner.known.setdefault((self._key, chunk), Learned())
         if chunk == 0 or chunk in self._heard:
             return learned
         shapes, told = self._mail.hear(chunk, micro_batch)
         if shapes != self._shapes:
-            self._refuse_inputs(f"inputs of other shapes than {self._key}")
+            raise RankMismatchError(
+                f"{self._runner.engine.mesh} The place before this one on the pipe got inputs of other shapes than "
+                f"{self._key}. {SAME}"
+            )
         if told is None:
             self._blank.add((chunk, micro_batch))
             return learned
         self._heard.add(chunk)
         if told is not NOTHING:
             learned.is_heard, learned.arrives, learned.heard = True, told["sent"], told["outputs"]
-            if told["inputs"] != self._batch.checksum(micro_batch):
-                self._refuse_inputs("other inputs")
             self._expect(Action(Kind.RECEIVE_INPUT, chunk, micro_batch))
         return learned
-
-    def _refuse_inputs(self, what: str) -> None:
-        raise RankMismatchError(
-            f"{self._runner.engine.mesh} The place before this one on the pipe got {what}. Ranks that differ only "
-            "along 'pipe' make one model, and need the same batch in the same mode: divide data by "
-            "mesh.get_local_rank('shard') instead of the rank, and call train() or eval() on all."
-        )
 
     def _send_output(self, chunk: int, micro_batch: int) -> None:
         learned, flight = self._runner.known[self._key, chunk], self._flights[chunk, micro_batch]
@@ -299,8 +298,7 @@ class _Step:
             if not learned.is_known:
                 told = None
             elif not learned.is_told:
-                inputs = self._batch.checksum(micro_batch)
-                told = {"sent": learned.sent, "outputs": {**learned.heard, **learned.outputs}, "inputs": inputs}
+                told = {"sent": learned.sent, "outputs": {**learned.heard, **learned.outputs}}
             self._mail.tell(chunk, micro_batch, self._shapes, told)
             if learned.is_known:
                 learned.is_told = True
@@ -493,7 +491,10 @@ class _Step:
         if self._error is None:
             self._error = error
             self._failure = f"{self._where(chunk, micro_batch)} {type(error).__name__}: {error}"
-        self._runner.engine.leave_passes("the end of a chunk that failed")
+        engine = self._runner.engine
+        inside, engine.inside = engine.inside, ""
+        engine.leave_passes("the end of a chunk that failed")
+        engine.inside = inside
 
     def _agree(self) -> None:
         """Raise on every rank if one of them failed; the gradients of the step are dropped then.
@@ -504,11 +505,22 @@ class _Step:
         if engine.order.votes.span(what, -bool(self._failure)) == 0:
             return
         texts = engine.comm.across.texts(self._failure, "why a step of the pipeline failed")
-        for parameter in self._runner.chunked.model.parameters():
-            parameter.grad = None
+        self._drop()
         told = "\n".join(f"  {text}" for text in texts if text)
         text = f"{engine.mesh} A step of the pipeline failed, and its gradients were dropped:\n{told}"
         if self._error is None:
             raise RankMismatchError(text)
         self._error.add_note(text)
         raise self._error
+
+    def _drop(self) -> None:
+        for parameter in self._runner.chunked.model.parameters():
+            parameter.grad = None
+
+    def _comparing(self, compare: Callable[[], None]) -> None:
+        """Drop gradients if a comparison of inputs raises, which it does on every rank."""
+        try:
+            compare()
+        except RankMismatchError:
+            self._drop()
+            raise
