@@ -146,6 +146,46 @@ def test_training_equals_a_single_process() -> None:
         assert names == right["values"].keys()
 
 
+def train_in_a_pipeline(stages: list[int]) -> list[dict[str, Any]]:
+    """Train by `zs.pipeline`, whose two micro-batches are the data of two places of the oracle."""
+    mesh, found = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pipe", "shard", "tensor")), []
+    for stage in stages:
+        model = build(torch.float64)
+        for block in model[:2]:
+            parallelize_module(block, mesh["tensor"], PLAN)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        options = {"stage": stage, "cut": ["1"], "settings": zs.Settings(watchdog_s=WATCHDOG_S)}
+        pipe = zs.pipeline(
+            model, optimizer, mesh=mesh, micro_batches=2, loss=lambda outputs, _: loss_of(outputs), **options
+        )
+        first, losses, norms = 2 * mesh.get_local_rank("shard"), [], []
+        for step in range(STEPS):
+            batch = torch.cat([inputs(step, place, torch.float64) for place in (first, first + 1)])
+            losses.append(pipe.step(batch).item())
+            norms.append(nn.utils.clip_grad_norm_(model.parameters(), CLIP).item())
+            optimizer.step()
+            optimizer.zero_grad()
+        pipe.zero.check_copies()
+        with pipe.zero.gathered():
+            values = {name: whole(p) for name, p in model.named_parameters()}
+        found.append({"losses": losses, "norms": norms, "values": values})
+    return found
+
+
+@pytest.mark.timeout(2 * TIMEOUT_S)
+def test_a_pipeline_of_split_layers_equals_a_single_process() -> None:
+    stages, right, names = [3, 0], alone(4), set[str]()
+    means = [sum(losses) / len(losses) for losses in right["losses"]]
+    for rank, of_rank in enumerate(run_ranks(train_in_a_pipeline, WORLD, stages, timeout_s=TIMEOUT_S)):
+        for stage, found in zip(stages, of_rank, strict=True):
+            assert found["losses"] == pytest.approx(means, rel=TOLERANCE), (rank, stage)
+            assert found["norms"] == pytest.approx(right["norms"], rel=TOLERANCE), (rank, stage)
+            some = {name: right["values"][name] for name in found["values"]}
+            assert_same(some, found["values"], f"rank {rank}, stage {stage}", relative=TOLERANCE)
+            names |= some.keys()
+    assert names == right["values"].keys()
+
+
 def overflow(cases: list[tuple[str, int]]) -> list[list[tuple[bool, bool, float]]]:
     """Let a gradient overflow on each of some ranks; tell whether all states stayed, then moved, and the scales."""
     return [[*_overflow(*case)] for case in cases]
