@@ -64,7 +64,7 @@ def micro_batches(name: str, step: int, data: int) -> list[dict[str, Tensor]]:
 
 
 def train(names: list[str], stages: list[int]) -> dict[str, Any]:
-    mesh, found = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipe", "shard")), {}
+    mesh, found = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipe", "shard")), dict[str, Any]()
     for name, stage in zip(names, stages, strict=True):
         model, optimizer = build(name)
         settings, losses = zs.Settings(watchdog_s=WATCHDOG_S), []
