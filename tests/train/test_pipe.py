@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.rotation import third
 from zeroshard.testing import run_ranks
@@ -16,7 +17,8 @@ TIMEOUT_S = 300
 STEPS = 6
 
 
-def run(folder: str, text: str, name: str, settings: list[str]) -> None:
+def run(folder: str, text: str, name: str, settings: list[str]) -> int:
+    """Train; return the seed from which this rank draws, such as for dropout."""
     fixed = [
         f"run.folder={folder}",
         f"data.path={text}",
@@ -31,6 +33,7 @@ def run(folder: str, text: str, name: str, settings: list[str]) -> None:
         "zero.watchdog_s=60",
     ]
     train(load_config(overrides=[*fixed, *settings]), Reporters([]))
+    return torch.initial_seed()
 
 
 def told(folder: Path, name: str) -> tuple[list[float], float, dict[str, Any]]:
@@ -54,7 +57,8 @@ def test_a_pipeline_trains_as_one_rank_does(tmp_path: Path) -> None:
     assert len(losses) == STEPS
     for name in third(cases):
         ranks, settings = cases[name]
-        run_ranks(run, ranks, str(tmp_path), str(text), name, settings, timeout_s=TIMEOUT_S)
+        seeds = run_ranks(run, ranks, str(tmp_path), str(text), name, settings, timeout_s=TIMEOUT_S)
+        assert len(set(seeds)) == ranks, name
         actual, actual_score, summary = told(tmp_path, name)
         assert actual == pytest.approx(losses, rel=1e-5), name
         assert actual_score == pytest.approx(score, rel=1e-5), name

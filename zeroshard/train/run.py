@@ -127,8 +127,10 @@ class Run:
             self.zero = zs.shard(self.model, self.optimizer, mesh=self.axes, **options)
         readers = self.zero.mesh.data_ranks
         self.reader, self.readers = readers.index(self.zero.mesh.rank), len(readers)
-        if self.axes is not None:  # `zs.init` has given ranks that read the same batch other seeds
-            torch.manual_seed(config.run.seed + self.reader)
+        if self.axes is not None:
+            # `zs.init` has given ranks along "tensor" other seeds; places of a pipe must not drop out alike.
+            place = self.axes.get_local_rank("pipe") if self.pipe is not None else 0
+            torch.manual_seed(config.run.seed + self.reader + place * self.readers)
         if config.train.compile_blocks:
             _compile_blocks(self.model)
         self.profile = self.zero.profile()
