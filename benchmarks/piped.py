@@ -9,11 +9,13 @@ the same cut, schedule, optimizer, first values and batches. They take turns of 
 each round; the ratio is that of the medians.
 
 The peak of a rank is that of torch's CPU allocator, from the first parameter on, in a run of its own before the turns.
-Memory that ranks share is not the allocator's: the rank's part of it is added, and zeroshard is there with messages,
-too. zeroshard's best cell is the fastest one that on no rank has a higher peak than the peer.
+Memory that ranks share is not the allocator's: the rank's part of it is added, to the peak of the start and to that of
+the steps, and zeroshard is there with messages, too. zeroshard's best cell is the fastest one that on no rank has a
+higher peak than the peer.
 """
 
 import argparse
+import functools
 import os
 import random
 import time
@@ -44,6 +46,8 @@ Step = Callable[[Tensor], Tensor | None]
 BASE: Final = "torch"
 PLACES: Final = 2
 PEAK_STEPS: Final = 2
+MARK_BYTES: Final = 98_765
+"""A block that nothing else allocates: it parts the start from the steps."""
 LOSS_TOLERANCE: Final = 1e-3
 
 
@@ -172,24 +176,10 @@ def compare(
     def batch(number: int) -> Tensor:
         return make_batch(CASES[case], samples * micro_batches, data, number)
 
-    def run(name: str) -> Step:
-        step = build(name)
-        for number in range(PEAK_STEPS):
-            step(batch(number))
-        return step
-
     found: dict[str, dict[str, Any]] = {}
     for name in names:
-        before, files = _files(), dict[int, int]()
-
-        def run_and_look(name: str = name, before: Mapping[int, int] = before, files: dict[int, int] = files) -> Step:
-            step = run(name)
-            files.update({file: nbytes for file, nbytes in _files().items() if file not in before})
-            return step
-
-        peak_bytes = measure_peak(run_and_look).peak_bytes
         series: dict[str, list[float | None]] = {"step_s": [], "cpu_s": [], "losses": []}
-        found[name] = {"allocator_bytes": peak_bytes, "files": files, **series}
+        found[name] = {"peaks": _peaks(functools.partial(build, name), batch), **series}
     steps = {name: build(name) for name in names}
     for number in range(warmup + rounds):
         for name in random.Random(number).sample([*steps], len(steps)):
@@ -207,6 +197,32 @@ def compare(
     return found
 
 
+Peak = tuple[int, dict[int, int]]
+"""The most bytes of the allocator, and the files in memory that the process has open at the end, with their bytes."""
+
+
+def _peaks(build: Callable[[], Step], batch: Callable[[int], Tensor]) -> tuple[Peak, Peak]:
+    """Return the peaks of a contestant's start, and of its steps."""
+    before, files = _files(), list[dict[int, int]]()
+
+    def look() -> None:
+        files.append({file: nbytes for file, nbytes in _files().items() if file not in before})
+
+    def run() -> Step:
+        step = build()
+        look()
+        torch.empty(MARK_BYTES, dtype=torch.uint8)
+        for number in range(PEAK_STEPS):
+            step(batch(number))
+        look()
+        return step
+
+    blocks = measure_peak(run).blocks
+    mark = next(at for at, block in enumerate(blocks) if block.nbytes == MARK_BYTES)
+    start, steps = (max(block.live_bytes for block in some) for some in (blocks[:mark], blocks[mark + 2 :]))
+    return (start, files[0]), (steps, files[1])
+
+
 def _files() -> dict[int, int]:
     """Return the bytes of each file in memory that this process has open, its own and those of other ranks."""
     found: dict[int, int] = {}
@@ -220,10 +236,11 @@ def _files() -> dict[int, int]:
     return found
 
 
-def _shared_bytes(files: Sequence[Mapping[int, int]]) -> list[int]:
-    """Return each rank's part of the files in memory: each file is divided by the ranks that have it open."""
-    users = Counter(file for of_rank in files for file in of_rank)
-    return [sum(nbytes // users[file] for file, nbytes in of_rank.items()) for of_rank in files]
+def _sums(peaks: Sequence[Peak]) -> list[tuple[int, int]]:
+    """Return each rank's peak and its part of shared memory: each file is divided by the ranks that have it open."""
+    users = Counter(file for _, files in peaks for file in files)
+    shared = [sum(nbytes // users[file] for file, nbytes in files.items()) for _, files in peaks]
+    return [(nbytes + of_rank, of_rank) for (nbytes, _), of_rank in zip(peaks, shared, strict=True)]
 
 
 def best_of(result: Mapping[str, Any]) -> str | None:
@@ -261,10 +278,10 @@ def main(arguments: list[str] | None = None) -> None:
         off = max(abs(a / b - 1) for a, b in zip(losses, expected, strict=True))
         if off > LOSS_TOLERANCE:
             raise RuntimeError(f"{name}: losses differ from those of {BASE} by up to {off:.1e}")
-        allocated = [found[name]["allocator_bytes"] for found in by_rank]
-        shared = _shared_bytes([found[name]["files"] for found in by_rank])
-        peaks = [sum(both) for both in zip(allocated, shared, strict=True)]
-        ratios = [peak / found[BASE]["allocator_bytes"] for peak, found in zip(peaks, by_rank, strict=True)]
+        starts, steps = (_sums([found[name]["peaks"][at] for found in by_rank]) for at in (0, 1))
+        peaks = [max(both)[0] for both in zip(starts, steps, strict=True)]
+        base_peaks = result[BASE]["peak_bytes"] if result else peaks
+        ratios = [peak / base_peak for peak, base_peak in zip(peaks, base_peaks, strict=True)]
         step = ratio_of_medians(seconds, base["step_s"])
         cpu_s = [sum(of_ranks) for of_ranks in zip(*(found[name]["cpu_s"] for found in by_rank), strict=True)]
         result[name] = {
@@ -274,7 +291,8 @@ def main(arguments: list[str] | None = None) -> None:
             "loss_deviation": off,
             "step": step,
             "peak_bytes": peaks,
-            "shared_bytes": shared,
+            "start_bytes": [peak for peak, _ in starts],
+            "shared_bytes": [shared for _, shared in steps],
             "peak": ratios,
         }
         shown = (
