@@ -1,7 +1,7 @@
 """The runner of a pipeline: executes the actions of a schedule at one place.
 
-Owns one step: forwards, backwards, and when messages are sent and received. The order of actions is that
-of `table/pipeline.py`; what a chunk computes is that of `parallel/chunked.py`.
+Owns one step: its forwards and backwards, and what follows from exceptions. The order of actions is that of
+`table/pipeline.py`, what a chunk computes that of `parallel/chunked.py`; messages are in `parallel/messages.py`.
 
 Note: a step of a pipeline
     Each action of the schedule runs as soon as its message is here. The receiver of a message is ready before the
@@ -19,7 +19,6 @@ Note: a place that fails
 """
 
 import functools
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -33,11 +32,12 @@ from zeroshard.core.engine import Engine
 from zeroshard.core.flights import Chunk
 from zeroshard.core.states import Scope
 from zeroshard.parallel.again import Again, First
-from zeroshard.parallel.batch import SAME, Batch, Compared
+from zeroshard.parallel.batch import Batch, Compared
 from zeroshard.parallel.chunked import Border, ChunkedModel, Learned
 from zeroshard.parallel.finite import Finite
 from zeroshard.parallel.idle import idle_backward, idle_forward
-from zeroshard.parallel.mail import NOTHING, Incoming, Mail
+from zeroshard.parallel.mail import Mail
+from zeroshard.parallel.messages import Messages, Turn
 from zeroshard.parallel.tied import Tied
 from zeroshard.table.errors import RankMismatchError
 from zeroshard.table.pipeline import RECEIVES, Action, Kind, Schedule, schedule_of
@@ -60,10 +60,6 @@ class _Arrive(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         ctx.take(grads)
         return None, None, None
-
-
-Turn = tuple[int, int]
-"""A chunk and a micro-batch."""
 
 
 @final
@@ -160,29 +156,20 @@ class _Step:
 
     def __init__(self, runner: Runner, schedule: Schedule, batch: Batch, loss: Loss | None, *, is_last: bool) -> None:
         self._function = loss
-        self._runner, self._mail, self._schedule, self._batch = runner, runner.mail, schedule, batch
+        self._runner, self._schedule, self._batch = runner, schedule, batch
         self._is_last, self._has_grad = is_last, torch.is_grad_enabled()
         self._key = batch.key, self._has_grad, runner.chunked.model.training
         device = runner.engine.mesh.device
         self._total = torch.zeros((), dtype=torch.float64, device=device)
         self._token = torch.zeros((), device=device, requires_grad=True)
         self._flights: dict[Turn, _Flight] = {}
-        self._incoming: dict[Action, Incoming] = {}
+        self._messages = Messages(runner.engine.mesh, runner.mail, runner.known, self._key)
         self._twice = {action[1:] for action in schedule.actions[runner.own] if action.kind is Kind.RECOMPUTE}
         """Forwards that run twice."""
         self._repeated: list[tuple[Turn, First]] = []
-        self._sent: set[Turn] = set()
-        """Gradients that were sent, by the chunk that sent them."""
-        self._kept: list[Tensor] = []
-        """Memory of inputs that a message of this step may still read."""
         self._error: Exception | None = None
         self._failure = ""
         """The first exception of this rank, and its text for other ranks."""
-        self._shapes = zlib.crc32(repr(self._key).encode())
-        self._heard: set[int] = set()
-        """Chunks whose first message of this step has come, or was sent from here."""
-        self._blank: set[Turn] = set()
-        """Borders that no message crosses, by the chunk behind: the place before failed before it knew the shapes."""
 
     def run(self) -> Tensor:
         """Run all actions, and return the mean loss of all micro-batches and ranks, equal on every rank."""
@@ -192,22 +179,20 @@ class _Step:
             Kind.BACKWARD: self._backward,
             Kind.RECOMPUTE: self._recompute,
             Kind.SEND_OUTPUT: self._send_output,
-            Kind.SEND_GRADIENT: self._send_gradient,
+            Kind.SEND_GRADIENT: self._messages.send_gradient,
         }
         if self._has_grad:
             self._runner.tied.check_dropped()
-        self._mail.begin()
         self._runner.finite.begin()
         self._comparing(self._runner.compared.check)
         for at, action in enumerate(actions):
             if action.kind in RECEIVES:
-                self._expect(action)
+                self._messages.expect(action)
                 continue
-            self._expect(next((one for one in actions[at + 1 :] if one.kind in RECEIVES), None))
+            self._messages.expect(next((one for one in actions[at + 1 :] if one.kind in RECEIVES), None))
             with self._told(action):
                 act[action.kind](action.chunk, action.micro_batch)
-        self._mail.finish()
-        self._mail.give(self._kept)
+        self._messages.finish()
         for turn, first in self._repeated:
             try:
                 self._runner.again.compare(first)
@@ -251,95 +236,25 @@ class _Step:
         of = f" of chunk {chunk}" if self._schedule.chunks > 1 else ""
         return f"{self._runner.engine.mesh} Micro-batch {micro_batch}{of}:"
 
-    # -- messages -----------------------------------------------------------------------------------------------------
-
-    def _expect(self, action: Action | None) -> None:
-        """Begin to receive a message, if its shapes are known."""
-        if action is None or action in self._incoming:
-            return
-        kind, chunk, micro_batch = action
-        learned = self._runner.known.get((self._key, chunk))
-        if learned is None or (chunk + (kind is Kind.RECEIVE_GRADIENT), micro_batch) in self._blank:
-            return
-        if kind is Kind.RECEIVE_INPUT and learned.is_heard:
-            self._incoming[action] = self._mail.receive(*action, learned.arrives)
-        elif kind is Kind.RECEIVE_GRADIENT and learned.is_known:
-            borders = [one for one in learned.sent if one.has_gradient]
-            self._incoming[action] = self._mail.receive(*action, borders)
-
-    def _hear(self, chunk: int, micro_batch: int) -> Learned:
-        """Return what is known of a chunk; the first message of a step may tell more.
-
-        Raises:
-            RankMismatchError: the place before has inputs of other shapes.
-        """
-        learned = self._runner.known.setdefault((self._key, chunk), Learned())
-        if chunk == 0 or chunk in self._heard:
-            return learned
-        shapes, told = self._mail.hear(chunk, micro_batch)
-        if shapes != self._shapes:
-            raise RankMismatchError(
-                f"{self._runner.engine.mesh} The place before this one on the pipe got inputs of other shapes than "
-                f"{self._key}. {SAME}"
-            )
-        if told is None:
-            self._blank.add((chunk, micro_batch))
-            return learned
-        self._heard.add(chunk)
-        if told is not NOTHING:
-            learned.is_heard, learned.arrives, learned.heard = True, told["sent"], told["outputs"]
-            self._expect(Action(Kind.RECEIVE_INPUT, chunk, micro_batch))
-        return learned
+    # -- computation --------------------------------------------------------------------------------------------------
 
     def _send_output(self, chunk: int, micro_batch: int) -> None:
-        learned, flight = self._runner.known[self._key, chunk], self._flights[chunk, micro_batch]
-        if chunk + 1 not in self._heard:
-            told: Any = NOTHING
-            if not learned.is_known:
-                told = None
-            elif not learned.is_told:
-                told = {"sent": learned.sent, "outputs": {**learned.heard, **learned.outputs}}
-            self._mail.tell(chunk, micro_batch, self._shapes, told)
-            if learned.is_known:
-                learned.is_told = True
-                self._heard.add(chunk + 1)
-        if not learned.is_known:
-            self._blank.add((chunk + 1, micro_batch))
-        else:
-            outputs = flight.outputs or [self._zeros(border) for border in learned.sent]
-            self._mail.send(Kind.SEND_OUTPUT, chunk, micro_batch, outputs)
+        flight = self._flights[chunk, micro_batch]
+        self._messages.send_output(chunk, micro_batch, flight.outputs)
         if (chunk, micro_batch) in self._twice:
             flight.outputs = ()
         if not self._has_grad:
-            self._kept += self._flights.pop((chunk, micro_batch)).arrived
-
-    def _send_gradient(self, chunk: int, micro_batch: int, grads: Sequence[Tensor | None] | None = None) -> None:
-        """Send the gradients of a chunk's input, once; zeros where no loss depends on it."""
-        if (chunk, micro_batch) in self._sent | self._blank:
-            return
-        self._sent.add((chunk, micro_batch))
-        borders = [one for one in self._runner.known[self._key, chunk].arrives if one.has_gradient]
-        full = [
-            self._zeros(border) if grad is None else grad
-            for border, grad in zip(borders, grads or [None] * len(borders), strict=True)
-        ]
-        self._mail.send(Kind.SEND_GRADIENT, chunk, micro_batch, full)
-
-    def _zeros(self, border: Border) -> Tensor:
-        return torch.zeros(border.shape, dtype=border.dtype, device=self._total.device)
-
-    # -- computation --------------------------------------------------------------------------------------------------
+            self._messages.give(self._flights.pop((chunk, micro_batch)).arrived, is_read=False)
 
     def _forward(self, chunk: int, micro_batch: int) -> None:
         turn, is_final = (chunk, micro_batch), chunk == self._runner.chunked.cut.count - 1
-        learned, arrived = self._hear(chunk, micro_batch), tuple[Tensor, ...]()
-        if (message := self._incoming.pop(Action(Kind.RECEIVE_INPUT, chunk, micro_batch), None)) is not None:
-            arrived = message.wait()
-            self._note(Kind.RECEIVE_INPUT, chunk, micro_batch, arrived)
+        learned = self._messages.hear(chunk, micro_batch)
+        arrived = self._messages.take(Kind.RECEIVE_INPUT, *turn) or ()
+        self._note(Kind.RECEIVE_INPUT, *turn, arrived)
         flight = self._flights[turn] = _Flight(arrived, ())
         is_twice = turn in self._twice
         has_grad = self._has_grad and not is_twice
-        if turn in self._blank or (is_twice and not learned.is_known):
+        if self._messages.is_blank(*turn) or (is_twice and not learned.is_known):
             idle_forward(self._runner.engine, self._runner.chunks[chunk], has_grad=has_grad)
         elif is_twice:
             # The chunk may change its input in place.
@@ -350,7 +265,7 @@ class _Step:
             run = functools.partial(self._compute, turn, arrived, learned)
             flight.outputs = self._attempt(turn, run, has_grad=has_grad) or ()
         if is_final and not self._has_grad:
-            self._mail.give(self._flights.pop(turn).arrived)
+            self._messages.give(self._flights.pop(turn).arrived, is_read=True)
 
     def _recompute(self, chunk: int, micro_batch: int) -> None:
         """Run a forward again, with a graph."""
@@ -361,7 +276,7 @@ class _Step:
 
         def run() -> tuple[Tensor, ...]:
             with self._runner.again.restored(first):
-                return self._compute(turn, flight.arrived, self._runner.known[self._key, chunk], is_again=True)
+                return self._compute(turn, flight.arrived, self._messages.learned(chunk), is_again=True)
 
         flight.outputs = self._attempt(turn, run, has_grad=True) or ()
         first.again = sums_of(flight.outputs)
@@ -404,9 +319,7 @@ class _Step:
             outputs = output
             self._compare(chunk, micro_batch, learned, outputs)
         if not learned.is_known:
-            sent = tuple(map(Border.of, outputs))
-            known = replace(learning, is_known=True, sent=sent)
-            self._runner.known[self._key, chunk] = known
+            self._messages.learn(chunk, replace(learning, is_known=True, sent=tuple(map(Border.of, outputs))))
         return outputs
 
     def _with_graph(
@@ -418,7 +331,7 @@ class _Step:
             return arrived
 
         def take(grads: Sequence[Tensor | None]) -> None:
-            self._send_gradient(chunk, micro_batch, grads)
+            self._messages.send_gradient(chunk, micro_batch, grads)
 
         followed = _Arrive.apply(self._token, [arrived[at] for at in places], take)  # type: ignore[no-untyped-call]
         found = dict(zip(places, followed, strict=True))
@@ -454,11 +367,10 @@ class _Step:
 
     def _backward(self, chunk: int, micro_batch: int) -> None:
         flight, engine = self._flights.pop((chunk, micro_batch)), self._runner.engine
-        message, grads = self._incoming.pop(Action(Kind.RECEIVE_GRADIENT, chunk, micro_batch), None), list[Any]()
-        if message is not None:
-            grads = [*message.wait()]
+        grads = self._messages.take(Kind.RECEIVE_GRADIENT, chunk, micro_batch)
+        if grads is not None:
             self._note(Kind.RECEIVE_GRADIENT, chunk, micro_batch, grads)
-            self._mail.has_arrived(chunk, micro_batch)
+            self._runner.mail.has_arrived(chunk, micro_batch)
         outputs, before = [one for one in flight.outputs if one.requires_grad], engine.backwards
         has_failed = not flight.outputs
         with self._reducing(micro_batch):
@@ -472,10 +384,8 @@ class _Step:
                 self._fail(chunk, micro_batch, error)
             if has_failed and engine.backwards == before:
                 idle_backward(engine, self._runner.chunks[chunk])
-        if message is not None:
-            self._mail.give(message.tensors)
-        is_read = chunk == self._runner.chunked.cut.count - 1 or (message is not None and message.tensors)
-        self._mail.give(flight.arrived) if is_read else self._kept.extend(flight.arrived)
+        self._messages.give(grads or (), is_read=True)
+        self._messages.give(flight.arrived, is_read=chunk == self._runner.chunked.cut.count - 1 or bool(grads))
 
     def _reducing(self, micro_batch: int) -> AbstractContextManager[None]:
         """Return the context of a backward: whether it reduces gradients."""
