@@ -104,6 +104,7 @@ def test_models_of_transformers_train_as_in_one_process() -> None:
             assert found[name] == pytest.approx(plain(name), rel=1e-5), name
 
 
+@pytest.mark.rotates
 @pytest.mark.timeout(8 * TIMEOUT_S)
 def test_an_encoder_and_a_decoder_are_refused() -> None:
     for found in run_ranks(train, 4, [REFUSED], [0], timeout_s=4 * TIMEOUT_S):
