@@ -124,13 +124,13 @@ class Messages:
         """Send the gradients of a chunk's input, once; zeros where no loss depends on it."""
         if (chunk, micro_batch) in self._sent | self._blank:
             return
-        self._sent.add((chunk, micro_batch))
         borders = [one for one in self.learned(chunk).arrives if one.has_gradient]
         full = [
             self._zeros(border) if grad is None else grad
             for border, grad in zip(borders, grads or [None] * len(borders), strict=True)
         ]
         self._mail.send(Kind.SEND_GRADIENT, chunk, micro_batch, full)
+        self._sent.add((chunk, micro_batch))  # after an exception the action of the schedule sends zeros
 
     def _zeros(self, border: Border) -> Tensor:
         return torch.zeros(border.shape, dtype=border.dtype, device=self._mesh.device)
