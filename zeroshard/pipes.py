@@ -27,7 +27,7 @@ from zeroshard.parallel.cut import Cut, cut_model, remove_others, stand_in_on
 from zeroshard.parallel.runner import Loss, Runner
 from zeroshard.setup.request import Request, domain_of, place_of
 from zeroshard.table.errors import RankMismatchError
-from zeroshard.table.pipeline import Schedule, schedule_of
+from zeroshard.table.pipeline import Schedule, training_of
 from zeroshard.table.settings import Settings
 from zeroshard.torch_private import local_of
 from zeroshard.values.materialize import check_source, is_on_meta
@@ -38,7 +38,6 @@ from zeroshard.wire.transports import make_comm
 
 __all__ = ["Pipeline", "pipeline"]
 
-REDUCES = ("last", "each")
 OPTIONS = {field.name for field in dataclasses.fields(Request)} - {"model", "optimizer", "mesh", "room_bytes"}
 """The arguments of `zs.shard()` that `pipeline()` passes on."""
 
@@ -120,8 +119,8 @@ def pipeline(
     places, place = mesh["pipe"].size(), mesh.get_local_rank("pipe")
     with everybody_at("zs.pipeline()", domain, settings.watchdog_s, settings.heartbeat_s):
         with accepted_by_all(domain, "zs.pipeline()"):
-            training = _schedule(schedule, places, micro_batches, chunks, recompute)
-            found = _cut(model, cut, training, loss, reduce)
+            training = training_of(schedule, places, micro_batches, chunks, reduce, recompute=recompute)
+            found = _cut(model, cut, training, loss)
             ignored_of(model, options.get("ignored", ()))
             source = check_source(model, options.get("weights"), compares=domain.rank == 0)
         _check_alike(domain, training, found, f"reduce='{reduce}', recompute={recompute}", model)
@@ -153,22 +152,11 @@ def pipeline(
     return Pipeline(zero, _runner(engine, chunked, training, loss, reduces_last=reduce == "last"))
 
 
-def _schedule(name: str, places: int, micro_batches: int, chunks: int | None, recompute: bool) -> Schedule:
-    if type(recompute) is not bool:
-        raise TypeError(f"recompute must be True or False; got {recompute!r}. Treatments of blocks are activations=.")
-    count = chunks if chunks is not None else 2 if name == "interleaved" else 1
-    if name == "forward":
-        raise ValueError("schedule='forward' has no backwards: pipe.evaluate() runs it. Use '1f1b'.")
-    return schedule_of(name, places, micro_batches, count, recomputed=range(places * count * recompute))
-
-
-def _cut(model: object, cut: Sequence[str] | None, training: Schedule, loss: object, reduce: object) -> Cut:
+def _cut(model: object, cut: Sequence[str] | None, training: Schedule, loss: object) -> Cut:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module; got {type(model).__name__}.")
     if loss is not None and not callable(loss):
         raise TypeError(f"loss must be a function of outputs and targets, or None; got {loss!r}.")
-    if reduce not in REDUCES:
-        raise ValueError(f"reduce must be 'last' or 'each'; got {reduce!r}.")
     if isinstance(cut, str):
         raise TypeError(f"cut takes a list of names; got the string {cut!r}.")
     return cut_model(model, cut, training.all_chunks)

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from zeroshard.core.undo import Undo
 from zeroshard.describe.blocks import find_blocks
 from zeroshard.describe.units import choose_units
+from zeroshard.table.pipeline import balanced
 
 __all__ = ["Cut", "cut_model", "registered", "remove_others", "stand_in_on"]
 
@@ -188,30 +189,7 @@ def _balanced(model: nn.Module, named: dict[str, nn.Module], count: int) -> tupl
         sizes[bisect_right(starts, number)] += sum(p.nbytes for p in module._parameters.values() if p is not None)
     # The part before the first block stays with it.
     weights = [sizes[0] + sizes[1], *sizes[2:]]
-    limit = next(limit for limit in _limits(weights) if len(_divide(weights, limit)) <= count)
-    firsts = _divide(weights, limit)
-    while len(firsts) < count:  # a chunk of several blocks can be divided
-        ends = [*firsts[1:], len(weights)]
-        widest = max(range(len(firsts)), key=lambda at: ends[at] - firsts[at])
-        firsts.insert(widest + 1, (firsts[widest] + ends[widest] + 1) // 2)
-    return tuple(blocks[first] for first in firsts[1:])
-
-
-def _limits(weights: Sequence[int]) -> list[int]:
-    """Return the possible sizes of the largest chunk, ascending."""
-    sums = {sum(weights[first:end]) for first in range(len(weights)) for end in range(first + 1, len(weights) + 1)}
-    return sorted(one for one in sums if one >= max(weights))
-
-
-def _divide(weights: Sequence[int], limit: int) -> list[int]:
-    """Return where chunks begin that are at most `limit` large, each as large as possible."""
-    firsts, size = [0], 0
-    for at, weight in enumerate(weights):
-        if size + weight > limit:
-            firsts.append(at)
-            size = 0
-        size += weight
-    return firsts
+    return tuple(blocks[first] for first in balanced(weights, count)[1:])
 
 
 # -- what is at other places ------------------------------------------------------------------------------------------

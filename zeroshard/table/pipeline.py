@@ -21,7 +21,7 @@ from itertools import accumulate, product
 from types import MappingProxyType
 from typing import NamedTuple, final
 
-__all__ = ["Action", "Kind", "Schedule", "Spans", "check", "play", "schedule_of"]
+__all__ = ["Action", "Kind", "RECEIVES", "Schedule", "Spans", "balanced", "check", "play", "schedule_of", "training_of"]
 
 
 class Kind(IntEnum):
@@ -113,6 +113,8 @@ def _one_by_one(place: int, places: int, chunks: int, count: int) -> Pairs:
 SCHEDULES: Mapping[str, Callable[[int, int, int, int], Pairs]] = MappingProxyType(
     {"naive": _naive, "gpipe": _gpipe, "1f1b": _one_by_one, "interleaved": _one_by_one, "forward": _forwards}
 )
+REDUCES = ("last", "each")
+"""When gradients are reduced: with the last micro-batch of a step, or with each."""
 APART = " It splits backwards, but gradients of weights are reduced when one backward has computed all of a unit."
 SPLIT = ("zero-bubble", "zb1p", "zbv", "zbvzerobubble", "interleavedzerobubble", "dualpipe", "dualpipev")
 """Schedules that compute the gradients of inputs and those of weights apart."""
@@ -141,6 +143,31 @@ def schedule_of(
     orders = (SCHEDULES[name](place, places, chunks, micro_batches) for place in range(places))
     actions = (tuple(_with_messages(order, at, places, places * chunks, recomputed)) for at, order in enumerate(orders))
     return Schedule(name, places, chunks, micro_batches, tuple(actions))
+
+
+def training_of(
+    name: str,
+    places: int,
+    micro_batches: int,
+    chunks: int | None = None,
+    reduce: str = "last",
+    *,
+    recompute: bool = False,
+) -> Schedule:
+    """Return the schedule of a step, from the arguments of `zs.pipeline`, which plans have, too.
+
+    Raises:
+        ValueError, TypeError: an argument is not supported.
+    """
+    if type(recompute) is not bool:
+        raise TypeError(f"recompute must be True or False; got {recompute!r}. Treatments of blocks are activations=.")
+    if name == "forward":
+        raise ValueError("schedule='forward' has no backwards: pipe.evaluate() runs it. Use '1f1b'.")
+    count = chunks if chunks is not None else 2 if name == "interleaved" else 1
+    schedule = schedule_of(name, places, micro_batches, count, recomputed=range(places * count * recompute))
+    if reduce not in REDUCES:
+        raise ValueError(f"reduce must be 'last' or 'each'; got {reduce!r}.")
+    return schedule
 
 
 def _problem(name: str, places: int, micro_batches: int, chunks: int) -> str | None:
@@ -271,3 +298,37 @@ def check(schedule: Schedule) -> None:
                 f"Place {place} sends to chunk and micro-batch {sent}; place {receiver} receives {taken}: each message "
                 "once, in the order in which they are sent."
             )
+
+
+# -- the cut ----------------------------------------------------------------------------------------------------------
+
+
+def balanced(weights: Sequence[int], count: int) -> list[int]:
+    """Return the blocks at which chunks begin, so that the largest chunk is as small as possible.
+
+    Args:
+        weights: the size of each block; at least `count`.
+
+    >>> from zeroshard.table.pipeline import balanced
+    >>> balanced([3, 1, 1, 1, 2], 2)
+    [0, 2]
+    """
+    sums = {sum(weights[first:end]) for first in range(len(weights)) for end in range(first + 1, len(weights) + 1)}
+    limits = sorted(one for one in sums if one >= max(weights))
+    firsts = next(firsts for limit in limits if len(firsts := _divide(weights, limit)) <= count)
+    while len(firsts) < count:  # a chunk of several blocks can be divided
+        ends = [*firsts[1:], len(weights)]
+        widest = max(range(len(firsts)), key=lambda at: ends[at] - firsts[at])
+        firsts.insert(widest + 1, (firsts[widest] + ends[widest] + 1) // 2)
+    return firsts
+
+
+def _divide(weights: Sequence[int], limit: int) -> list[int]:
+    """Return where chunks begin that are at most `limit` large, each as large as possible."""
+    firsts, size = [0], 0
+    for at, weight in enumerate(weights):
+        if size + weight > limit:
+            firsts.append(at)
+            size = 0
+        size += weight
+    return firsts
