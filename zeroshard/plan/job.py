@@ -5,9 +5,10 @@ result of a job (`planning.py`). Needs no torch. Read `film.py` first.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple, final
 
@@ -19,11 +20,12 @@ from zeroshard.plan.named import OPTIMIZERS, PRECISIONS, States, own_units, spec
 from zeroshard.plan.shape.shapes import Transformer
 from zeroshard.plan.shape.tape import Parts, coarse, instructions
 from zeroshard.plan.shape.transformer import Kernels, Workload, cached_tapes
-from zeroshard.plan.step.rank_job import Account, Job, account_of
+from zeroshard.plan.step.rank_job import Account, Job, Piped, account_of
 from zeroshard.plan.step.script import Call
 from zeroshard.table.activations import Activations, Chain, Offloaded, Partitioned, Recomputed, fits
 from zeroshard.table.bytes import Updates
 from zeroshard.table.cells import Residency
+from zeroshard.table.pipeline import RECEIVES, balanced, training_of
 from zeroshard.table.settings import WIRE_BYTES
 from zeroshard.table.spec import Formats, UnitSpec, itemsize
 from zeroshard.table.stages import name_of_row
@@ -38,6 +40,7 @@ __all__ = [
     "job_of_shape",
     "outside_bytes_of",
     "precision_for",
+    "tied_bytes_of",
     "treatment_of",
 ]
 
@@ -46,6 +49,8 @@ TOKEN_BYTES: Final = 8
 
 
 PLAIN_KERNELS: Final = Kernels()
+
+EMBEDDINGS: Final = ("wte", "embed_tokens")
 
 FILED: Final = frozenset(["momentum", *map(str.lower, ELEMENTWISE)])
 """Optimizers with support for states in files and updates after `step()`."""
@@ -58,6 +63,8 @@ COUNTS: Final = MappingProxyType(
         "replicas": "mesh",
         "tensor": "tensor",
         "micro_batches": "micro_batches",
+        "pipe": "pipe",
+        "chunks": "chunks",
         "wire_bytes": "wire_bytes",
     }
 )
@@ -92,6 +99,8 @@ class Options:
         offload: the state that is stored in other memory.
         no_sync: whether only the last micro-batch reduces gradients.
         elementwise: of `optimizers`, as in `zs.Settings`.
+        pipe: number of places of a pipe; the others are the options of one place, but for `world_size`.
+        schedule, chunks: of the pipe; the number of chunks at each place.
     """
 
     world_size: int
@@ -116,6 +125,9 @@ class Options:
     wire_bytes: int = WIRE_BYTES
     no_sync: bool = False
     elementwise: bool | None = None
+    pipe: int = 1
+    schedule: str = "1f1b"
+    chunks: int = 1
 
     def __post_init__(self) -> None:
         # Caches are keyed by these numbers, and a numpy integer equals a Python integer.
@@ -127,7 +139,12 @@ class Options:
     @property
     def shard_ranks(self) -> int:
         """Number of ranks over which one replica of the state is sharded."""
-        return self.world_size // self.tensor // self.replicas
+        return self.place_ranks // self.tensor // self.replicas
+
+    @property
+    def place_ranks(self) -> int:
+        """Number of ranks at one place of the pipe."""
+        return self.world_size // self.pipe
 
     @property
     def node_processes(self) -> int:
@@ -162,7 +179,7 @@ class Options:
     @property
     def tokens_per_step(self) -> int:
         """Number of tokens per step, over all ranks."""
-        return self.batch * self.sequence * self.micro_batches * (self.world_size // self.tensor)
+        return self.batch * self.sequence * self.micro_batches * (self.place_ranks // self.tensor)
 
     def words(self) -> Mapping[str, str | int]:
         """Return the options as readable text."""
@@ -174,6 +191,8 @@ class Options:
             "precision": self.precision,
             "copies": self.replicas,
             "tensor": self.tensor,
+            "pipe": self.pipe,
+            "schedule": self.schedule + f", {self.chunks} chunks" * (self.chunks > 1) if self.pipe > 1 else "none",
             "sequence parallel": "yes" if self.is_sequence_parallel else "no",
             "micro-batch": self.batch,
             "sequence": self.sequence,
@@ -194,7 +213,10 @@ def check_options(options: Options) -> None:
     Raises:
         ValueError: ranks do not divide, or the optimizer does not support what is asked.
     """
-    axes_of(options.replicas, options.world_size, options.tensor)
+    if options.world_size % options.pipe:
+        raise ValueError(f"pipe={options.pipe} places must divide the {options.world_size} rank(s).")
+    training_of(options.schedule, options.pipe, options.micro_batches, options.chunks)
+    axes_of(options.replicas, options.place_ranks, options.tensor)
     if options.states.whole is not None and options.tensor > 1:
         raise ValueError(
             f"optimizer={options.optimizer!r} needs whole matrices, and tensor={options.tensor} splits them. Use an "
@@ -231,13 +253,13 @@ def treatment_of(chain: Chain, options: Options) -> Treatment:
 
 def outside_bytes_of(options: Options) -> int:
     """Return the device bytes of a process outside the allocator: its context, and a communicator per group."""
-    groups = (options.shard_ranks > 1) + (options.tensor > 1) + (options.replicas > 1)
+    groups = sum(ranks > 1 for ranks in (options.shard_ranks, options.tensor, options.replicas, options.pipe))
     return options.device.context_bytes + groups * options.device.communicator_bytes
 
 
 def wire_of(options: Options) -> Wire:
     """Return the transport of a device's collectives."""
-    if options.world_size // options.tensor == 1:
+    if options.place_ranks // options.tensor == 1:
         return Silence()
     if not options.device.is_cpu:
         return Native(options.wire_bytes)
@@ -245,11 +267,15 @@ def wire_of(options: Options) -> Wire:
     return HostWire(SHOWN_NUMEL, options.wire_bytes) if is_shared else Messages(options.wire_bytes)
 
 
-def job_of_shape(model: Transformer, options: Options, *, is_coarse: bool = False, rank: int = 0) -> Job:
+def job_of_shape(
+    model: Transformer, options: Options, *, is_coarse: bool = False, rank: int = 0, place: int = 0
+) -> Job:
     """Return the job of a rank in a step of a shape.
 
     Args:
         is_coarse: combine the instructions of each unit, for searches.
+        rank: index of the rank among those that state is sharded over.
+        place: along the pipe.
 
     Raises:
         ValueError: the tensor ranks do not divide a size of the model, the sequence is too long, or a pattern matches
@@ -259,30 +285,34 @@ def job_of_shape(model: Transformer, options: Options, *, is_coarse: bool = Fals
     check_shape(model, options)
     formats, device = options.formats, options.device
     row = dataclasses.replace(options.placed_row, activations=Activations())
-    sharding = (model, options.tensor, row, formats, options.shard_ranks, options.replicas, rank)
+    schedule = training_of(options.schedule, options.pipe, options.micro_batches, options.chunks)
+    layers = layers_of(model, schedule.all_chunks)
+    own = tuple(layer for chunk in schedule.chunks_of(place) for layer in layers[chunk])
+    sharding = (model, own, options.tensor, row, formats, options.shard_ranks, options.replicas, rank)
     specs = _specs(*sharding)
     updates, account = _account(options.optimizer, device, *sharding)
+    names = [*own_units(model)]
     for pattern, _ in options.row.activations.units:
-        if not any(fits(unit.name, pattern) for unit in specs):
-            names = ", ".join(unit.name for unit in specs if unit.name)
-            raise ValueError(f"activations= names {pattern!r}, which matches no unit of {model.name}; units: {names}.")
-    check_patterns(options.row, [unit.name for unit in specs])
+        if not any(fits(name, pattern) for name in names):
+            shown = ", ".join(name for name in names if name)
+            raise ValueError(f"activations= names {pattern!r}, which matches no unit of {model.name}; units: {shown}.")
+    check_patterns(options.row, names)
     load = load_of(options)
-    calls = []
-    for unit, kind in _uses(model, specs):
-        chain = options.row.activations.of_unit(unit.name) if kind in ("block", "dense") else ()
-        treatment = treatment_of(chain, options)
-        calls.append(
-            Call(unit.number, _parts(model, load, kind, treatment, (device, formats.param) if is_coarse else None))
-        )
+    summed = (device, formats.param) if is_coarse else None
+
+    def calls_of(layers: Collection[int]) -> Iterator[Call]:
+        for unit, kind in _uses(model, specs, layers):
+            chain = options.row.activations.of_unit(unit.name) if kind in ("block", "dense") else ()
+            yield Call(unit.number, _parts(model, load, kind, treatment_of(chain, options), summed))
+
     spans = {
         "shard": device.spread(options.shard_ranks, options.tensor),
         "replicate": device.spread(options.replicas, options.tensor * options.shard_ranks),
         "tensor": device.spread(options.tensor),
     }
-    return Job(
+    job = Job(
         specs,
-        calls,
+        [*calls_of(own)] if options.pipe == 1 else [],
         updates,
         wire_of(options),
         device,
@@ -295,6 +325,35 @@ def job_of_shape(model: Transformer, options: Options, *, is_coarse: bool = Fals
         is_early=options.is_filed,
         no_sync=options.no_sync,
     )
+    if options.pipe == 1:
+        return job
+    border_bytes = load.tokens * model.hidden * load.itemsize // (options.tensor if load.is_sequence_parallel else 1)
+    border = [("hidden states", border_bytes)]
+    messages = {(kind, chunk): border for kind in RECEIVES for chunk in range(schedule.all_chunks)}
+    chunks = {one: dataclasses.replace(job, calls=[*calls_of(layers[one])]) for one in schedule.chunks_of(place)}
+    tied = [unit for unit in specs if model.is_tied and unit.name.endswith(EMBEDDINGS)]
+    return dataclasses.replace(job, pipe=Piped(schedule, place, chunks, messages, tied_bytes_of(tied)))
+
+
+def tied_bytes_of(units: Sequence[UnitSpec]) -> int:
+    """Return the bytes of a rank's elements of the gradients of units that other places have, too."""
+    buckets = [bucket for unit in units for bucket in unit.reduced]
+    return sum((bucket.states[1] - bucket.states[0]) * itemsize(bucket.formats.grad) for bucket in buckets)
+
+
+@lru_cache(256)
+def layers_of(model: Transformer, count: int) -> Sequence[range]:
+    """Return the layers of each chunk of a pipe, cut as `zs.pipeline` cuts.
+
+    Raises:
+        ValueError: there are fewer layers than chunks.
+    """
+    if model.layers < count:
+        raise ValueError(f"{model.name} has {model.layers} blocks, too few for a pipe of {count} chunks.")
+    sizes = [sum(numel for _, numel in model.block_parameters(layer)) for layer in range(model.layers)]
+    for place in (0, -1):  # the embedding, and the head, which counts also where it is tied
+        sizes[place] += model.vocabulary * model.hidden
+    return [range(*pair) for pair in pairwise([*balanced(sizes, count), model.layers])]
 
 
 def activations_of_shape(model: Transformer, options: Options) -> tuple[float, int, float]:
@@ -325,6 +384,7 @@ def check_shape(model: Transformer, options: Options) -> None:
     Raises:
         ValueError: the tensor ranks do not divide heads or widths, or the sequence exceeds the model's positions.
     """
+    layers_of(model, options.pipe * options.chunks)
     if options.sequence > model.sequence:
         raise ValueError(
             f"{model.name} takes sequences of at most {model.sequence:,} tokens; got sequence={options.sequence:,}."
@@ -338,21 +398,43 @@ def check_shape(model: Transformer, options: Options) -> None:
         raise ValueError(f"tensor={options.tensor} does not divide sequence={options.sequence}.")
 
 
-def _uses(model: Transformer, specs: Sequence[UnitSpec]) -> list[tuple[UnitSpec, str]]:
-    """Return the units in order of use, each with the kind of its tape."""
+def _uses(model: Transformer, specs: Sequence[UnitSpec], layers: Collection[int]) -> Iterator[tuple[UnitSpec, str]]:
+    """Yield the units of some layers in order of use, each with the kind of its tape."""
     by_name = {unit.name: unit for unit in specs}
-    embedding = next(unit for unit in specs if unit.name.endswith(("wte", "embed_tokens")))
-    blocks = [unit for unit in specs if ".h." in unit.name or ".layers." in unit.name]
-    kinds = ["dense" if model.experts and not model.has_experts(n) else "block" for n in range(model.layers)]
+    embedding = next((unit for unit in specs if unit.name.endswith(EMBEDDINGS)), None)
+    blocks = {
+        int(unit.name.rpartition(".")[2]): unit for unit in specs if ".h." in unit.name or ".layers." in unit.name
+    }
+    if 0 in layers and embedding is not None:
+        yield embedding, "embedding"
+    for layer in layers:
+        yield blocks[layer], "dense" if model.experts and not model.has_experts(layer) else "block"
     head = by_name.get("lm_head", embedding)
-    return [(embedding, "embedding"), *zip(blocks, kinds, strict=True), (head, "head")]
+    if model.layers - 1 in layers and head is not None:
+        yield head, "head"
 
 
 @lru_cache(256)
 def _specs(
-    model: Transformer, tensor: int, row: Residency, formats: Formats, ranks: int, replicas: int, rank: int
+    model: Transformer,
+    layers: Sequence[int],
+    tensor: int,
+    row: Residency,
+    formats: Formats,
+    ranks: int,
+    replicas: int,
+    rank: int,
 ) -> tuple[UnitSpec, ...]:
-    return specs_of(own_units(model, tensor), row, formats, ranks, replicas=replicas, rank=rank)
+    """Return the units of some layers; the embedding comes with the first one, norm and head with the last."""
+    is_first, is_last = 0 in layers, model.layers - 1 in layers
+    units = dict(own_units(model, tensor))
+    units[""] = tuple(one for one in units[""] if (is_first if "wpe" in one[0] else is_last))
+    ends = {"lm_head": is_last, **dict.fromkeys(EMBEDDINGS, is_first or (is_last and model.is_tied))}
+    for name in [*units][1:]:
+        last = name.rpartition(".")[2]
+        if not ends.get(last, last.isdecimal() and int(last) in layers):
+            del units[name]
+    return specs_of(units, row, formats, ranks, replicas=replicas, rank=rank)
 
 
 @lru_cache(256)

@@ -148,7 +148,7 @@ def specs_of(
         layout = plan_layout([numel for _, numel in parameters], itemsize(formats.param), ranks, replicas)
         names = tuple(f"{name}.{key}" if name else key for key, _ in parameters)
         bucket = BucketSpec(name or "the root", number, names, layout, formats, row.of_unit(name), rank, replicas)
-        found.append(UnitSpec(number, name, (bucket,)))
+        found.append(UnitSpec(number, name, (bucket,) * bool(parameters)))
     return with_places(found, row)
 
 

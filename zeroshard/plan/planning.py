@@ -33,6 +33,7 @@ from zeroshard.plan.machine.allocator import Rules, simulate
 from zeroshard.plan.machine.hardware import Device, device_named
 from zeroshard.plan.machine.retries import NO_RETRIES, Retries, play_steps
 from zeroshard.plan.named import OPTIMIZERS, PRECISIONS
+from zeroshard.plan.pipes import jobs_of_places, joined
 from zeroshard.plan.result import Plan, RankClass
 from zeroshard.plan.shape.shapes import SHAPES, Transformer, read_config, shape_named
 from zeroshard.plan.step.film import Film, calls_of
@@ -42,6 +43,7 @@ from zeroshard.plan.step.turns import shown_ranks
 from zeroshard.plan.trying import changes_of
 from zeroshard.table.activations import Compressed, Offloaded, Partitioned
 from zeroshard.table.cells import Residency
+from zeroshard.table.pipeline import training_of
 from zeroshard.table.settings import WIRE_BYTES
 from zeroshard.table.spec import Formats, itemsize
 from zeroshard.table.whole import owned_bytes
@@ -86,6 +88,11 @@ def make_plan(
     wire_bytes: int = WIRE_BYTES,
     no_sync: bool = False,
     elementwise: bool | None = None,
+    pipe: int = 1,
+    schedule: str = "1f1b",
+    chunks: int | None = None,
+    reduce: str = "last",
+    cut: Sequence[str] | None = None,
 ) -> Plan:
     """Predict a run: memory by column and at its peak, time of a step, traffic, and whether it fits.
 
@@ -132,6 +139,10 @@ def make_plan(
         wire_bytes: as in `zs.Settings(wire_bytes=)`.
         no_sync: whether only the last micro-batch of a step reduces gradients, as with `Zero.no_sync()`.
         elementwise: of the optimizers of a module, as in `zs.Settings(elementwise=)`.
+        pipe: number of places of a pipe; also given by a mesh with an axis "pipe". `micro_batches` is then that of
+            `zs.pipeline`, and a plan has classes of ranks by place.
+        schedule, chunks, reduce: as in `zs.pipeline`.
+        cut: for modules, as in `zs.pipeline`.
 
     Returns: the plan; `print(plan)` shows it.
 
@@ -159,18 +170,22 @@ def make_plan(
         mesh=mesh,
     )
     counts = check_count("world_size", world_size), check_count("tensor", tensor)
-    resolved = resolve(sharing, counts[0], tensor=counts[1], precisions=PRECISIONS)
+    place_ranks, left = divmod(counts[0], check_count("pipe", pipe))
+    if left:
+        raise ValueError(f"pipe={pipe} places must divide the {world_size} rank(s).")
+    ranks = counts[0] if hasattr(mesh, "mesh_dim_names") else place_ranks
+    resolved = resolve(sharing, ranks, tensor=counts[1], precisions=PRECISIONS)
     model = _module_of(model)
     is_module = hasattr(model, "named_parameters")
     shape = None if is_module else shape_of(model)
     name, optimizers = optimizers_named(optimizer, model if is_module else None, ignored)
     chosen = _precision_of(resolved.precision, shape)
     axes = dict(resolved.axes)
-    if (places := axes.get("pipe", 1)) > 1:
-        raise ValueError(
-            f"The axis 'pipe' of mesh= has {places} places, each with a module of its own. Plan each of them "
-            "alone, with the other axes."
-        )
+    if pipe not in (1, places := axes.get("pipe", pipe)):
+        raise ValueError(f"pipe={pipe}, but mesh= has {places} rank(s) along 'pipe'. Leave pipe= out.")
+    training = training_of(schedule, places, micro_batches, chunks, reduce)
+    if places > 1 and no_sync:
+        raise ValueError("no_sync=True is of loops over micro-batches; a pipe has reduce='last' or reduce='each'.")
     options = Options(
         world_size=world_size,
         device=preset,
@@ -191,8 +206,11 @@ def make_plan(
         chosen=chosen[1],
         chosen_formats=chosen[2],
         wire_bytes=wire_bytes,
-        no_sync=no_sync,
+        no_sync=reduce == "last" if places > 1 else no_sync,
         elementwise=elementwise,
+        pipe=places,
+        schedule=schedule,
+        chunks=training.chunks,
     )
     check_options(options)
     given = {"inputs": inputs, "loss": loss, "units": units, "reads": reads, "parallelize": parallelize}
@@ -341,10 +359,13 @@ def plan_shape(shape: Transformer, options: Options) -> Plan:
     """Return the plan of a shape."""
     flops = flops_of(shape, options) * options.tokens_per_step
     numels = shape.numel(), shape.used_numel()
-    kept = activations_of_shape(shape, options)
-    job = job_of_shape(shape, options)
-    others = _other_ranks(shape, options, job) if options.shard_ranks > 1 else []
-    return _plan(shape.name, numels, options, job, flops, kept, others, notes_of(options))
+    kept, notes = activations_of_shape(shape, options), notes_of(options)
+    jobs = jobs_of_places(shape, options) if options.pipe > 1 else [job_of_shape(shape, options)]
+    plans = [
+        _plan(shape.name, numels, options, job, flops, kept, _other_ranks(shape, options, job, place), notes)
+        for place, job in enumerate(jobs)
+    ]
+    return joined(plans) if options.pipe > 1 else plans[0]
 
 
 def _plan(
@@ -371,7 +392,7 @@ def _plan(
     is_cpu = options.device.is_cpu
     steps = chain.from_iterable(_steps(first, film))
     reserved_bytes = film.everywhere_bytes if is_cpu else simulate(steps, Rules()).peak_reserved_bytes
-    alone = options.world_size - sum(count for _, count, _ in others)
+    alone = options.place_ranks - sum(count for _, count, _ in others)
     name_of_first = "rank 0" if alone == 1 else "each rank"
     ranks = [
         RankClass(name_of_first, alone, film.resident_bytes, film.peak[0], reserved_bytes, film.elsewhere_bytes),
@@ -425,15 +446,17 @@ def _retries_of(first: Film, film: Film, reserved_bytes: int, options: Options) 
     return play_steps(_steps(first, film, SETTLED), Rules(device_bytes=room_bytes), options.device)
 
 
-def _other_ranks(shape: Transformer, options: Options, job: Job) -> list[tuple[str, int, Job]]:
+def _other_ranks(shape: Transformer, options: Options, job: Job, place: int) -> list[tuple[str, int, Job]]:
     """Return the classes of the other ranks: shards differ in how much of them is padding, and in what owners keep."""
-    end, owned = options.world_size // options.shard_ranks, owned_bytes(job.updates, options.shard_ranks)
-    others = [("the others", options.world_size - 1 - end, 0), ("the last shard", end, options.shard_ranks - 1)]
+    if options.shard_ranks == 1:
+        return []
+    end, owned = options.place_ranks // options.shard_ranks, owned_bytes(job.updates, options.shard_ranks)
+    others = [("the others", options.place_ranks - 1 - end, 0), ("the last shard", end, options.shard_ranks - 1)]
     if len({*owned}) > 1:
         shown = shown_ranks(options.shard_ranks, owned, 1)
-        return [(title, n * end, job_of_shape(shape, options, rank=rank)) for title, n, rank in shown]
+        return [(title, n * end, job_of_shape(shape, options, rank=rank, place=place)) for title, n, rank in shown]
     return [
-        (title, count, job_of_shape(shape, options, is_coarse=True, rank=rank))
+        (title, count, job_of_shape(shape, options, is_coarse=True, rank=rank, place=place))
         for title, count, rank in others
         if count > 0
     ]

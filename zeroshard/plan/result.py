@@ -85,6 +85,9 @@ class Plan:
         owned_bytes: by rank of a replica, bytes of states of matrices that the rank updates as a whole; part of its
             states.
         moved: what offload moves, in whole buckets: "40.0% of states".
+        shown: index of the class of ranks that `film`, `first` and `live` are of.
+        idle: by place of a pipe, the part of the time until the last backward in which it waits for other places.
+        later_s: of a pipe, seconds for which the place of `film` waits for the updates of others.
         retries: retries of the allocator, on a device with room for allocated but not for all reserved memory.
 
     ```python
@@ -117,13 +120,16 @@ class Plan:
     retries: Retries = NO_RETRIES
     owned_bytes: Sequence[int] = ()
     moved: str = ""
+    shown: int = 0
+    idle: Sequence[float] = ()
+    later_s: float = 0.0
 
     # -- memory -----------------------------------------------------------------------------------------------------
 
     @property
     def resident_bytes(self) -> Mapping[str, int]:
-        """Bytes between steps on the first rank, by column."""
-        return self.ranks[0].resident_bytes
+        """Bytes between steps on the first rank, or the first one of the fullest place of a pipe, by column."""
+        return self.ranks[self.shown].resident_bytes
 
     @property
     def peak_bytes(self) -> int:
@@ -160,8 +166,8 @@ class Plan:
 
     @property
     def step_s(self) -> float:
-        """Seconds of a steady step: of the film, and of the allocator's retries."""
-        return self.film.step_s + self.retries.steady_s
+        """Seconds of a steady step: of the film, of the allocator's retries, and of other places' updates."""
+        return self.film.step_s + self.retries.steady_s + self.later_s
 
     @property
     def tokens_per_s(self) -> float:
@@ -219,6 +225,7 @@ class Plan:
                 "tokens_per_step": self.asked.tokens_per_step,
                 "tokens_per_s": self.tokens_per_s,
                 "mfu": self.mfu,
+                "idle": list(self.idle),
                 "gpu_hours_per_1e9_tokens": self.gpu_hours(1e9),
             },
             "changes": [_plain(one) for one in self.changes],
@@ -318,13 +325,20 @@ SAYS: Final = MappingProxyType(
 )
 
 
-PLAIN: Final = (("copies", 1), ("tensor", 1), ("sequence parallel", "no"), ("micro-batches", 1))
+PLAIN: Final = (
+    ("copies", 1),
+    ("tensor", 1),
+    ("pipe", 1),
+    ("schedule", "none"),
+    ("sequence parallel", "no"),
+    ("micro-batches", 1),
+)
 """Default options, which are not shown."""
 
 
 def _offloaded(plan: Plan) -> list[str]:
     """Return lines on state in other memories."""
-    kept, lanes = plan.ranks[0].elsewhere_bytes, plan.film.busy_s
+    kept, lanes = plan.ranks[plan.shown].elsewhere_bytes, plan.film.busy_s
     if not kept:
         return []
     places = ", ".join(f"{nbytes / GIB:.2f} GiB {PLACES[memory]}" for memory, nbytes in sorted(kept.items()))
@@ -334,6 +348,22 @@ def _offloaded(plan: Plan) -> list[str]:
         f"offloaded           {places}, per rank; peak {plan.film.host_peak_bytes / GIB:.2f} on the host; {host}",
         f"offloaded part      {plan.moved}, in whole buckets",
         f"offload lanes       {busy}",
+    ]
+
+
+def _fullest(plan: Plan) -> str:
+    return f", of the fullest place ({plan.ranks[plan.shown].name})" if plan.idle else ""
+
+
+def _places(plan: Plan) -> list[str]:
+    """Return lines on the places of a pipe."""
+    if not plan.idle:
+        return []
+    each = len(plan.ranks) // len(plan.idle)
+    peaks = [max(one.peak_bytes for one in plan.ranks[n * each : (n + 1) * each]) for n in range(len(plan.idle))]
+    return [
+        "peak by place, GiB  " + ", ".join(f"{nbytes / GIB:.2f}" for nbytes in peaks),
+        "idle by place       " + ", ".join(f"{part:.1%}" for part in plan.idle),
     ]
 
 
@@ -358,7 +388,7 @@ def _render(plan: Plan) -> str:
         + f" ({count(plan.used_numel)} used by each token)" * (plan.used_numel != plan.parameters_numel),
         ", ".join(f"{name} {value}" for name, value in options.items() if (name, value) not in PLAIN),
         "",
-        f"memory per rank, GiB: {SAYS[plan.verdict]}",
+        f"memory per rank, GiB{_fullest(plan)}: {SAYS[plan.verdict]}",
     ]
     resident = plan.resident_bytes
     rows = [(name, nbytes) for name, nbytes in resident.items() if nbytes >= LEAST_BYTES]
@@ -385,6 +415,7 @@ def _render(plan: Plan) -> str:
         + ", ".join(f"{name} {seconds(took_s)}" for name, took_s in parts.items()),
         f"speed               {plan.tokens_per_s:,.0f} tokens/s, {each:,.0f} per rank, {plan.mfu:.1%} of the peak; "
         f"{plan.gpu_hours(1e9):,.1f} device-hours for 1e9 tokens",
+        *_places(plan),
         "sent per rank       "
         + (", ".join(f"{kind} {nbytes / 1e9:,.2f} GB" for kind, nbytes in film.sent_bytes.items()) or "nothing"),
         f"first step          peak {plan.first.peak[0] / GIB:.2f} GiB, {seconds(plan.first.step_s)}",

@@ -42,8 +42,8 @@ class Passes:
         self._job, self._clock, self._storages, self._elsewhere = job, clock, storages, elsewhere
         self.landing = Landing(job, clock, storages, elsewhere)
         self._whole: dict[int, _Whole] = {}
-        self._numbers: dict[int, int] = {}
-        """The storages of the model's tensors."""
+        self.numbers: dict[int, int] = {}
+        """The storages of the model's tensors, of the micro-batch that is played."""
 
     def play(self, entries: Sequence[Entry], steady: Steady, phase: Phase) -> None:
         """Play a pass.
@@ -111,7 +111,7 @@ class Passes:
     # -- what the model does ------------------------------------------------------------------------------------------
 
     def _run(self, spec: UnitSpec, one: Instruction) -> None:
-        clock, numbers = self._clock, self._numbers
+        clock, numbers = self._clock, self.numbers
         if one.kind == "make":
             numbers[one.tensor] = self._storages.make(one.nbytes, "activations", spec.name, one.what)
         elif one.kind == "drop":

@@ -5,7 +5,7 @@ Owns the record that a film is made from. It must not know how it is made (`simu
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType
 from typing import final
@@ -14,11 +14,12 @@ from zeroshard.plan.machine.hardware import Cost, Device, Span
 from zeroshard.plan.step.script import Call, Script, script_of
 from zeroshard.plan.step.turns import Turn, turns_of
 from zeroshard.table.bytes import Updates
+from zeroshard.table.pipeline import Action, Kind, Schedule
 from zeroshard.table.spec import BucketSpec, UnitSpec, itemsize
 from zeroshard.table.step import Steady, steady_passes
 from zeroshard.table.wires import Wire
 
-__all__ = ["Account", "Call", "Job", "account_of"]
+__all__ = ["Account", "Border", "Call", "Job", "Piped", "account_of"]
 
 
 @final
@@ -79,6 +80,38 @@ def account_of(updates: Sequence[Updates], device: Device) -> Account:
     )
 
 
+Border = tuple[str, int]
+"""A tensor that crosses a border between two chunks: its shape and dtype as a text, and its bytes."""
+
+
+@final
+@dataclass(frozen=True)
+class Piped:
+    """What a rank does at one place of a pipe.
+
+    Args:
+        schedule: of the step.
+        chunks: of each chunk of the place, the job that has the script of this chunk, and the units of all.
+        messages: by kind and chunk, the tensors that any chunk of the pipe receives.
+        tied_bytes: of gradients that other places have, too.
+        ready_s: when each message is here.
+        end_s: when the last place has made its last backward.
+    """
+
+    schedule: Schedule
+    place: int
+    chunks: "Mapping[int, Job]"
+    messages: Mapping[tuple[Kind, int], Sequence[Border]]
+    tied_bytes: int = 0
+    ready_s: Mapping[Action, float] = field(default_factory=dict)
+    end_s: float = 0.0
+
+    @property
+    def actions(self) -> Sequence[Action]:
+        """What the place does, in order."""
+        return self.schedule.actions[self.place]
+
+
 @final
 @dataclass(frozen=True)
 class Job:
@@ -104,6 +137,7 @@ class Job:
         host_ranks: ranks of a node, which share its processors and its disk.
         is_early: whether the optimizer is one whose update on the host may go on after `step()`.
         no_sync: whether only the last micro-batch reduces gradients.
+        pipe: the actions of a place of a pipe, whose chunks have scripts of their own.
     """
 
     units: Sequence[UnitSpec]
@@ -124,6 +158,7 @@ class Job:
     host_ranks: int = 1
     is_early: bool = False
     no_sync: bool = False
+    pipe: Piped | None = None
 
     @property
     def is_repeated(self) -> bool:

@@ -101,7 +101,8 @@ def script_of(calls: Sequence[Call]) -> Script:
         if first[call.unit] == place and call.unit != ROOT:
             backward += [(call.unit, Instruction("land", "")), mark("land", call.unit)]
         backward.append(mark("leave", call.unit))
-    backward += [(ROOT, Instruction("drop", "", tensor)) for tensor in (given, loss)]
+    # The gradient of the input of the first call stays: a place of a pipe sends it.
+    backward.append((ROOT, Instruction("drop", "", loss)))
     backward += [(ROOT, Instruction("land", "")), mark("land", ROOT), mark("close", ROOT)]
     return Script(forward, backward)
 

@@ -12,13 +12,16 @@ from zeroshard.plan.step.clock import Clock
 from zeroshard.plan.step.elsewhere import Elsewhere
 from zeroshard.plan.step.film import Event, Film, Phase, bytes_by_column, bytes_elsewhere
 from zeroshard.plan.step.passes import Passes
-from zeroshard.plan.step.rank_job import Job
+from zeroshard.plan.step.piped import Place
+from zeroshard.plan.step.rank_job import Border, Job
 from zeroshard.plan.step.staging import buffer_bytes, file_staging_bytes
 from zeroshard.plan.step.storages import Storages
 from zeroshard.plan.step.updating import update
+from zeroshard.table.step import Phase as PassPhase
 
 __all__ = ["make_film", "resident_bytes"]
 
+PHASES: Final[tuple[PassPhase, PassPhase]] = ("forward", "backward")
 MOST_MICRO_BATCHES: Final = 3
 """That are played one by one: the first, one that stands for all between, and the last."""
 
@@ -47,7 +50,8 @@ def make_film(job: Job, *, is_first: bool = False, is_settled: bool = False) -> 
     film = rank.step(is_first=is_first)
     if is_first or not (is_settled or job.is_repeated):
         return film
-    return _Rank(job, rank.storages.pooled(), rank.elsewhere.carried()).step(is_first=False)
+    free = rank.place.free() if rank.place is not None else []
+    return _Rank(job, rank.storages.pooled(), rank.elsewhere.carried(), free).step(is_first=False)
 
 
 @final
@@ -57,16 +61,22 @@ class _Rank:
     Args:
         pooled: elements and dtype of each buffer that an earlier step left.
         carried: as in `Elsewhere`.
+        free: as in `Place`.
     """
 
     def __init__(
-        self, job: Job, pooled: Sequence[tuple[int, str]] = (), carried: Mapping[int, float] = MappingProxyType({})
+        self,
+        job: Job,
+        pooled: Sequence[tuple[int, str]] = (),
+        carried: Mapping[int, float] = MappingProxyType({}),
+        free: Sequence[Border] = (),
     ) -> None:
         self._job, self._pooled = job, pooled
         self._clock = Clock(job.device, job.dtype, job.spans, job.seconds)
         self.storages = Storages(self._clock, is_mapped=job.wire.is_in_place)
         self.elsewhere = Elsewhere(job, self._clock, self.storages, carried)
         self._passes = Passes(job, self._clock, self.storages, self.elsewhere)
+        self.place = None if job.pipe is None else Place(job.pipe, self._clock, self.storages, free)
 
     def before(self, *, is_first: bool) -> Sequence[Event]:
         """Take the memory that is in use when a step begins; return the events of that memory."""
@@ -88,6 +98,8 @@ class _Rank:
             self._passes.landing.hold_kept()
         for numel, dtype in self._pooled:
             self.storages.stock(numel, dtype)
+        if self.place is not None:
+            self.place.stock()
         found, self.storages.events = self.storages.events, []
         return found
 
@@ -110,7 +122,9 @@ class _Rank:
         phases: list[Phase] = []
         count = min(job.micro_batches, MOST_MICRO_BATCHES)
         repeated = Counter[tuple[str, str]]()
-        for number in range(count):
+        if self.place is not None:
+            self._play_place(phases, self.place)
+        for number in range(count if self.place is None else 0):
             before_it = _totals(clock)
             self._play_micro_batch(phases, is_reduced=number == count - 1 or not job.no_sync)
             if number == 1:
@@ -146,16 +160,36 @@ class _Rank:
         )
 
     def _play_micro_batch(self, phases: list[Phase], *, is_reduced: bool) -> None:
-        job, clock = self._job, self._clock
-        forward, backward = job.passes if is_reduced else job.unreduced_passes
-        start_s, inputs = clock.now_s, self.storages.make(job.input_bytes, "activations", "", "inputs")
-        self._passes.play(job.told.forward, forward, "forward")
-        phases.append(Phase("forward", start_s, clock.now_s))
-        start_s = clock.now_s
-        self._passes.play(job.told.backward, backward, "backward")
-        self._passes.landing.end_pass()
-        phases.append(Phase("backward", start_s, clock.now_s))
+        job, inputs = self._job, self.storages.make(self._job.input_bytes, "activations", "", "inputs")
+        for phase in PHASES:
+            self._play(phases, job, phase, is_reduced=is_reduced)
         self.storages.drop(inputs)
+
+    def _play_place(self, phases: list[Phase], place: Place) -> None:
+        pipe, no_sync, last = self._job.pipe, self._job.no_sync, self._job.micro_batches - 1
+        inputs = self.storages.make(self._job.input_bytes * (last + 1), "activations", "", "inputs")
+
+        def play(chunk: int, micro_batch: int, phase: PassPhase, numbers: dict[int, int]) -> None:
+            assert pipe is not None
+            self._passes.numbers = numbers
+            self._play(phases, pipe.chunks[chunk], phase, is_reduced=micro_batch == last or not no_sync)
+
+        place.run(play)
+        self.storages.drop(inputs)
+
+    def _play(self, phases: list[Phase], job: Job, phase: PassPhase, *, is_reduced: bool) -> None:
+        """Play a pass.
+
+        Args:
+            job: that has its script.
+        """
+        start_s, (forward, backward) = self._clock.now_s, job.passes if is_reduced else job.unreduced_passes
+        if phase == "forward":
+            self._passes.play(job.told.forward, forward, phase)
+        else:
+            self._passes.play(job.told.backward, backward, phase)
+            self._passes.landing.end_pass()
+        phases.append(Phase(phase, start_s, self._clock.now_s))
 
 
 def _totals(clock: Clock) -> Counter[tuple[str, str]]:
