@@ -4,6 +4,7 @@
     python -m benchmarks.predicted --part tensor
     python -m benchmarks.predicted --part offload
     python -m benchmarks.predicted --part owners
+    python -m benchmarks.predicted --part pipe
 
 Owns the matrix of configurations and the comparison. `benchmarks/peaks.py` measures: each rank adds up the profiler's
 memory events, so nothing of what is judged comes from the engine's own count. Resident bytes are those of the tensors
@@ -82,6 +83,7 @@ class Case:
         offloaded: the fraction of states in another memory, `place`: "host" or "file".
         brought: the fraction of parameters in that memory, at stage 3.
         optimizer: a key of `OPTIMIZERS`.
+        pipe: the places of a pipe; `schedule`, `chunks` and `reduce` are those of `zs.pipeline`.
     """
 
     stage: int = 3
@@ -100,11 +102,17 @@ class Case:
     brought: float = 0.0
     place: str = "host"
     optimizer: str = "adamw"
+    vocabulary: int = 256
+    pipe: int = 1
+    schedule: str = "1f1b"
+    chunks: int = 1
+    reduce: str = "last"
 
     def __str__(self) -> str:
         parts = [f"stage {self.stage}", f"{self.ranks} ranks", str(self.activations)]
         parts += [f"tensor {self.tensor}"] * (self.tensor > 1)
         parts += ["split by tokens"] * self.is_sequence_parallel
+        parts += [f"pipe {self.pipe}, {self.schedule}, reduced with the {self.reduce}"] * (self.pipe > 1)
         parts += [f"{self.replicas} copies"] * (self.replicas > 1)
         parts += ["memory of the host" if self.shared_memory else "messages"] * (self.ranks > 1)
         parts += [self.precision] * (self.precision != "fp32")
@@ -154,7 +162,7 @@ class SplitAttention(nn.Module):
 
 def make_model(case: Case) -> GPT:
     """Return the model of a case."""
-    config = GPTConfig(case.depth, case.context)
+    config = GPTConfig(case.depth, case.context, case.vocabulary)
     model = GPT(config)
     for block in model.blocks if case.tensor > 1 else ():
         block.attention = SplitAttention(config)
@@ -187,9 +195,9 @@ def parallelize_sequence(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def make_inputs(case: Case) -> tuple[Tensor, Tensor]:
-    """Return the tokens and targets of a micro-batch."""
+    """Return the tokens and targets of a micro-batch, or of all micro-batches of a pipe."""
     torch.manual_seed(0)
-    size = (case.batch, case.context)
+    size = (case.batch * (case.micro_batches if case.pipe > 1 else 1), case.context)
     return torch.randint(256, size), torch.randint(256, size)
 
 
@@ -200,9 +208,11 @@ def splitting(case: Case) -> Callable[[nn.Module, DeviceMesh], None]:
 
 def mesh_of(case: Case) -> DeviceMesh | None:
     """Return the mesh of a case, where it has axes besides that of shards."""
-    if case.tensor == case.replicas == 1:
+    if case.tensor == case.replicas == case.pipe == 1:
         return None
-    sizes = {"replicate": case.replicas, "shard": case.ranks // case.tensor // case.replicas, "tensor": case.tensor}
+    shards = case.ranks // case.tensor // case.replicas // case.pipe
+    sizes = {"pipe": case.pipe, "replicate": case.replicas, "shard": shards, "tensor": case.tensor}
+    sizes = {name: size for name, size in sizes.items() if size > 1 or name == "shard"}
     return init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
 
@@ -222,7 +232,8 @@ def measure_rank(case: Case) -> Found:
     """Train on this rank, and return what it took."""
     torch.set_num_threads(1)
     resident: dict[str, int] = {}
-    train(replace(case, depth=case.tensor, context=16), {})  # what torch makes once in a process
+    least = max(case.tensor, case.pipe * case.chunks)
+    train(replace(case, depth=least, context=16), {})  # what torch makes once in a process
     steps: list[list[Block]] = [[] for _ in range(steps_of(case))]
     between_bytes = 0
     for block in measure_peak(lambda: run(case, resident)).blocks:
@@ -266,21 +277,20 @@ def train(case: Case, resident: dict[str, int]) -> list[Any]:
     if mesh is not None and case.tensor > 1:
         splitting(case)(model, mesh["tensor"])
     optimizer = OPTIMIZERS[case.optimizer](model)
-    zero = zs.shard(
-        model,
-        optimizer,
-        stage=case.stage,
-        units=[GPTBlock],
-        activations=case.activations,
-        precision=case.precision,
-        settings=zs.Settings(shared_memory=case.shared_memory),
-        offload=offload_of(case, tempfile.gettempdir()),
-        mesh=mesh,
-    )
+    options: dict[str, Any] = {"stage": case.stage, "units": [GPTBlock], "activations": case.activations}
+    options |= {"precision": case.precision, "settings": zs.Settings(shared_memory=case.shared_memory), "mesh": mesh}
+    options["offload"] = offload_of(case, tempfile.gettempdir())
+    if case.pipe > 1:
+        options |= {"micro_batches": case.micro_batches, "schedule": case.schedule, "reduce": case.reduce}
+        options["chunks"] = case.chunks
+    pipe = zs.pipeline(model, optimizer, **options) if case.pipe > 1 else None
+    zero = zs.shard(model, optimizer, **options) if pipe is None else pipe.zero
     for step in range(steps_of(case)):
         with record_function(f"{STEP}{step}"):
-            for _ in range(case.micro_batches):
+            for _ in range(case.micro_batches if pipe is None else 0):
                 (model(*inputs) / case.micro_batches).backward()
+            if pipe is not None:
+                pipe.step(inputs)
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
@@ -290,7 +300,11 @@ def train(case: Case, resident: dict[str, int]) -> list[Any]:
     resident.update({column: held[column] for column in COLUMNS})
     resident.update({memory: held.get(memory, 0) for memory in ELSEWHERE})
     resident["parameters"] += sum(buffer.nbytes for buffer in model.buffers())
-    return [model, inputs, optimizer, zero, marker]
+    if pipe is not None:  # what stands for parameters of other places; the messages' buffers are not in the ledger
+        stand_ins = [one for module in model.modules() for one in vars(module).values() if isinstance(one, Tensor)]
+        resident["parameters"] += sum(one.untyped_storage().nbytes() for one in stand_ins)
+        resident["transient"] = 0
+    return [model, inputs, optimizer, zero, pipe, marker]
 
 
 def measure(case: Case) -> list[Found]:
@@ -314,24 +328,30 @@ def predict(case: Case) -> list[Found]:
         micro_batches=case.micro_batches,
         shared_memory=case.shared_memory,
         zeros=ZEROS,
-        inputs=make_inputs(case),
+        inputs=make_inputs(replace(case, pipe=1)),
         units=[GPTBlock],
         mesh=case.replicas,
         offload=offload_of(case, "/states"),
         optimizer=case.optimizer,
         tensor=case.tensor,
         parallelize=splitting(case) if case.tensor > 1 else None,
+        pipe=case.pipe,
+        schedule=case.schedule,
+        chunks=case.chunks,
+        reduce=case.reduce,
     )
     film = plan.film
     inside = sum(film.resident_bytes.values()) - film.resident_mapped_bytes + film.elsewhere_bytes.get("host", 0)
     place = max(range(len(film.live)), key=film.live.__getitem__)
-    peaks = film.allocated_bytes, plan.first.allocated_bytes, film.events[place].what
+    is_whole = {"transient": int(case.pipe == 1)}
     return [
         Found(
-            {column: one.resident_bytes[column] for column in COLUMNS}
+            {column: one.resident_bytes[column] * is_whole.get(column, 1) for column in COLUMNS}
             | {memory: one.elsewhere_bytes.get(memory, 0) for memory in ELSEWHERE},
-            inside,
-            *peaks,
+            inside if case.pipe == 1 else sum(one.resident_bytes.values()),
+            one.allocator_bytes,
+            plan.first.allocated_bytes,
+            film.events[place].what,
         )
         for one in plan.ranks
         for _ in range(one.count)
@@ -397,7 +417,29 @@ def owners_matrix() -> Iterator[Case]:
         yield Case(3, 2, "recompute", precision="bf16", optimizer=optimizer, shared_memory=False)
 
 
+def pipe_matrix() -> Iterator[Case]:
+    """Yield all configurations with a pipe: a GPT of 8.4 million parameters whose embedding is tied."""
+    case = Case(ranks=4, depth=8, context=128, vocabulary=8192, shared_memory=False)
+    for pipe in (2, 4):
+        for activations in ("keep", "recompute"):
+            for stage in (0, 1, 2, 3):
+                yield replace(case, stage=stage, pipe=pipe, micro_batches=2 * pipe, activations=activations)
+    yield replace(case, stage=3, ranks=8, pipe=4, micro_batches=8)
+    case = replace(case, ranks=2, pipe=2, stage=1)
+    for micro_batches in (4, 16):
+        yield replace(case, micro_batches=micro_batches)
+        yield replace(case, micro_batches=micro_batches, schedule="gpipe", activations="recompute")
+    yield replace(case, micro_batches=4, schedule="naive")
+    yield replace(case, micro_batches=4, schedule="interleaved", chunks=2)
+    case = replace(case, ranks=4, micro_batches=4)
+    yield replace(case, pipe=4, precision="bf16")
+    yield replace(case, stage=3, reduce="each")
+    yield replace(case, stage=3, shared_memory=True)
+    yield replace(case, stage=0, replicas=2)
+
+
 PARTS = {
+    "pipe": (pipe_matrix, RESULTS / "predicted_pipe.json"),
     "data": (matrix, RESULTS / "predicted.json"),
     "owners": (owners_matrix, RESULTS / "predicted_owners.json"),
     "offload": (offload_matrix, RESULTS / "predicted_offload.json"),

@@ -33,7 +33,7 @@ from zeroshard.plan.machine.allocator import Rules, simulate
 from zeroshard.plan.machine.hardware import Device, device_named
 from zeroshard.plan.machine.retries import NO_RETRIES, Retries, play_steps
 from zeroshard.plan.named import OPTIMIZERS, PRECISIONS
-from zeroshard.plan.pipes import jobs_of_places, joined
+from zeroshard.plan.pipes import jobs_of_places, joined, timed
 from zeroshard.plan.result import Plan, RankClass
 from zeroshard.plan.shape.shapes import SHAPES, Transformer, read_config, shape_named
 from zeroshard.plan.step.film import Film, calls_of
@@ -214,7 +214,7 @@ def make_plan(
     )
     check_options(options)
     given = {"inputs": inputs, "loss": loss, "units": units, "reads": reads, "parallelize": parallelize}
-    given |= {"ignored": ignored or None}
+    given |= {"ignored": ignored or None, "cut": cut}
     if shape is None and sequence_parallel:
         raise ValueError("sequence_parallel=True is for shapes: modules have SequenceParallel() in parallelize=.")
     if shape is not None and (others := [name for name, value in given.items() if value is not None]):
@@ -225,7 +225,7 @@ def make_plan(
         one = dataclasses.replace(options, row=row, offload=offload)
         if shape is not None:
             return plan_shape(shape, one)
-        return plan_module(model, one, inputs, loss, units, reads, parallelize, ignored)
+        return plan_module(model, one, inputs, loss, units, reads, parallelize, ignored, cut)
 
     def fits(row: Residency, offload: Offload | None) -> bool:
         return plan(row, offload).verdict == "fits"
@@ -320,6 +320,7 @@ def plan_module(
     reads: Callable[[Any], bool | int | float] | None,
     parallelize: Callable[[Any, Any], Any] | None = None,
     ignored: Sequence[object] = (),
+    cut: Sequence[str] | None = None,
 ) -> Plan:
     """Return the plan of a module.
 
@@ -328,7 +329,7 @@ def plan_module(
             optimizer cannot be sharded.
     """
     from zeroshard.optim.admission import check_optimizers  # torch is needed for modules only
-    from zeroshard.plan.traced import language_inputs, trace_job
+    from zeroshard.plan.traced import Traced, language_inputs, learn_chunks, trace_job
 
     given = inputs if inputs is not None else language_inputs(model, options.batch, options.sequence)
     personality = "cpu" if options.device.is_cpu else "cuda"
@@ -339,20 +340,48 @@ def plan_module(
             "parallelize= with ignored=, or with a precision that is no name: plan() splits a copy of the module, so "
             "name neither parameters nor modules. Give plan() a module that has been parallelized."
         )
+    traced = list[Traced]()
     with ExitStack() as stack:
         if parallelize is not None:
             from zeroshard.plan.trace.splitting import split
 
             model, units = split(model, options.tensor, parallelize, units, stack)
-        traced = trace_job(
-            model, options, given, loss, units=units, personality=personality, reads=reads, homes=homes, ignored=ignored
+        trace = functools.partial(
+            trace_job, model, options, given, loss, personality=personality, reads=reads, homes=homes
         )
+        if options.pipe == 1:
+            traced.append(trace(units=units, ignored=ignored))
+        else:
+            from zeroshard.parallel.cut import cut_model
+            from zeroshard.plan.trace.chunks import Chunks, at_place
+
+            schedule = training_of(options.schedule, options.pipe, options.micro_batches, options.chunks)
+            found = cut_model(model, cut, schedule.all_chunks)
+            learned = learn_chunks(model, found, schedule, options, given, loss, personality, reads)
+            for place in range(options.pipe):
+                own = schedule.chunks_of(place)
+                with at_place(model, found, own, units, ignored) as (removed, own_units, own_ignored):
+                    chunks = Chunks(found, schedule, place, own, removed, learned)
+                    traced.append(trace(units=own_units, ignored=own_ignored, chunks=chunks))
     if inputs is not None:
-        options = dataclasses.replace(options, batch=traced.tokens, sequence=1)
-    numel = traced.parameters_numel
-    flops = 3 * traced.flops * options.micro_batches * options.world_size
-    kept = (traced.kept_bytes / max(1, traced.tokens), 1, 0.0)
-    return _plan(type(model).__name__, (numel, numel), options, traced.job, flops, kept, traced.others, traced.notes)
+        options = dataclasses.replace(options, batch=traced[0].tokens, sequence=1)
+    numel = traced[0].parameters_numel if options.pipe == 1 else sum(one.numel() for one in model.parameters())
+    flops = 3 * sum(one.flops for one in traced) * options.micro_batches * options.place_ranks
+    jobs = [one.job for one in traced] if options.pipe == 1 else timed([one.job for one in traced], options)
+    plans = [
+        _plan(
+            type(model).__name__,
+            (numel, numel),
+            options,
+            job,
+            flops,
+            (one.kept_bytes / max(1, one.tokens), 1, 0.0),
+            one.others,
+            one.notes,
+        )
+        for one, job in zip(traced, jobs, strict=True)
+    ]
+    return joined(plans) if options.pipe > 1 else plans[0]
 
 
 def plan_shape(shape: Transformer, options: Options) -> Plan:
@@ -395,7 +424,7 @@ def _plan(
     alone = options.place_ranks - sum(count for _, count, _ in others)
     name_of_first = "rank 0" if alone == 1 else "each rank"
     ranks = [
-        RankClass(name_of_first, alone, film.resident_bytes, film.peak[0], reserved_bytes, film.elsewhere_bytes),
+        _class_from(film, name_of_first, alone, reserved_bytes),
         *(_class_of(title, count, other, film, reserved_bytes) for title, count, other in others),
     ]
     return Plan(
@@ -431,11 +460,16 @@ def _class_of(title: str, count: int, other: Job, film: Film, reserved_bytes: in
     """
     if not any(turn.numels for turns in other.sums.turns for turn in turns):
         here, elsewhere = resident_bytes(other, film)
-        return RankClass(title, count, here, film.peak[0], reserved_bytes, elsewhere)
+        same = _class_from(film, title, count, reserved_bytes)
+        return dataclasses.replace(same, resident_bytes=here, elsewhere_bytes=elsewhere)
     # Ranks that own other matrices have other states, and other buffers in the exchange.
     own = make_film(other, is_settled=True)
-    more = own.everywhere_bytes - film.everywhere_bytes
-    return RankClass(title, count, own.resident_bytes, own.peak[0], reserved_bytes + more, own.elsewhere_bytes)
+    return _class_from(own, title, count, reserved_bytes + own.everywhere_bytes - film.everywhere_bytes)
+
+
+def _class_from(film: Film, title: str, count: int, reserved_bytes: int) -> RankClass:
+    peak_bytes, elsewhere = film.peak[0], film.elsewhere_bytes
+    return RankClass(title, count, film.resident_bytes, peak_bytes, film.allocated_bytes, reserved_bytes, elsewhere)
 
 
 def _retries_of(first: Film, film: Film, reserved_bytes: int, options: Options) -> Retries:

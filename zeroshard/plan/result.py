@@ -33,6 +33,7 @@ class RankClass:
     Args:
         resident_bytes: between steps, by column.
         peak_bytes: peak of allocated bytes in a steady step.
+        allocator_bytes: the same, of torch's allocator: without pages that the ranks of a host share.
         reserved_bytes: peak of bytes reserved by torch's allocator, over a first and two steady steps.
         elsewhere_bytes: between steps in other memories, by memory: "host" and "file".
     """
@@ -41,6 +42,7 @@ class RankClass:
     count: int
     resident_bytes: Mapping[str, int]
     peak_bytes: int
+    allocator_bytes: int
     reserved_bytes: int
     elsewhere_bytes: Mapping[str, int]
 

@@ -21,12 +21,15 @@ from zeroshard.describe.selection import check_activations
 from zeroshard.describe.specs import describe_units
 from zeroshard.describe.split import local_numel
 from zeroshard.describe.units import UnitPlan, plan_units
+from zeroshard.parallel.chunked import Learned
+from zeroshard.parallel.cut import Cut
 from zeroshard.plan.job import Options, wire_of
 from zeroshard.plan.named import kernel_bytes_of
 from zeroshard.plan.shape.tape import Instruction
 from zeroshard.plan.step.rank_job import Job
 from zeroshard.plan.step.script import Script, mark
 from zeroshard.plan.step.turns import shown_ranks
+from zeroshard.plan.trace.chunks import Chunks
 from zeroshard.plan.trace.events import Category, Landed, Marked, Phase, Trace, unit_of
 from zeroshard.plan.trace.fake import on_meta
 from zeroshard.plan.trace.splitting import check_split
@@ -36,13 +39,14 @@ from zeroshard.plan.trace.uses import UnitWatch
 from zeroshard.plan.updates import updates_for
 from zeroshard.store.bus import SMALL_BYTES
 from zeroshard.table.bytes import Updates
+from zeroshard.table.pipeline import Schedule
 from zeroshard.table.schedule import ROOT
 from zeroshard.table.spec import Formats
 from zeroshard.table.whole import owned_bytes
 from zeroshard.torch_private import local_of
 from zeroshard.tree import find, map_floating
 
-__all__ = ["Traced", "language_inputs", "trace_job"]
+__all__ = ["Traced", "language_inputs", "learn_chunks", "trace_job"]
 
 BOUNDED: Final = (
     "Compression of a ReLU's results, and of factors with one value besides zero, depends on values: these tensors "
@@ -105,6 +109,7 @@ def trace_job(
     reads: Callable[[Tensor], bool | int | float] | None = None,
     homes: Mapping[int, str] = MappingProxyType({}),
     ignored: Sequence[object] = (),
+    chunks: Chunks | None = None,
 ) -> Traced:
     """Trace a step of a model, and return the job of one rank. The model does not change.
 
@@ -116,6 +121,7 @@ def trace_job(
         reads: returns values of tensors that the model reads, as in `trace_step`.
         homes: the names of the parameters of `options.optimizers`, by identity.
         ignored: as `zs.shard` takes them.
+        chunks: of the model at one place of a pipe, which has no other parameters.
 
     Raises:
         TypeError: inputs without tensors, or a loss without a graph.
@@ -126,7 +132,7 @@ def trace_job(
     precision = options.chosen or _precision(options.formats)
     left = ignored_of(model, ignored)
     formats = {key: one for key, one in formats_of_model(model, precision).items() if key not in left}
-    copied = on_meta(model, {key: one.param for key, one in formats.items()})
+    copied, twins = _copy(model, formats, precision)
     plans = plan_units(model, units, left)
     check_activations(options.row.activations, plans, options.tensor)
     check_patterns(options.row, [plan.name for plan in plans])
@@ -138,42 +144,42 @@ def trace_job(
         replicas=options.replicas,
         numel_of=local_numel,
     )
-    twins = dict(zip(model.modules(), copied.modules(), strict=True))
-    hang_casts(model, twins, precision)
     # The bytes that a GPU's bus moves while the host issues a copy; on a CPU all tensors move.
     small_bytes, cell, treated = 0 if options.device.is_cpu else SMALL_BYTES, options.row.activations, None
     if any(cell.chains):
         treated = Treated(cell, plans, twins, options.tensor, small_bytes, options.zeros)
     names = {name: number for number, plan in enumerate(plans) for name in plan.entries.values() if number != ROOT}
-    given = inputs if isinstance(inputs, Mapping) else tuple(inputs)
-    dtype = precision.param or next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    begin, finish = _ends(model, precision, loss)
 
-    def step(run: nn.Module, given: Any) -> Tensor:
-        out = run(**_cast(given, dtype)) if isinstance(given, Mapping) else run(*_cast(given, dtype))
-        out = out if precision.param is None else _cast(out, precision.output or torch.float32)
-        made = loss(out) if loss is not None else loss_of(out)
-        if not isinstance(made, Tensor) or not made.requires_grad:
-            raise TypeError(
-                f"No parameter of {type(model).__name__} that requires a gradient is in the graph of its output: pass "
-                "loss=, or check requires_grad and detach()."
+    def whole(run: nn.Module, given: Any) -> Tensor:
+        given = begin(given)
+        return finish(run(**given) if isinstance(given, Mapping) else run(*given))
+
+    chunked = None if chunks is None else chunks.of_copy(twins, copied)
+    scripts, traces = dict[int, Script](), list[Trace]()
+    for chunk in (0,) if chunks is None else chunks.own:
+        step, sent, borders = whole, list[Tensor](), tuple[Sequence[Tensor], ...]()
+        if chunks is not None and chunked is not None:
+            step, borders = chunks.step(chunked, chunk, sent, begin, finish), chunks.borders(chunk)
+        for _ in range(1 if treated is None else treated.passes):
+            sent.clear()
+            watch = UnitWatch(plans, twins, cell)
+            trace = trace_step(
+                step,
+                copied,
+                [inputs if isinstance(inputs, Mapping) else tuple(inputs), *borders],
+                units=[name for name in names if name],
+                personality=personality,
+                reads=reads,
+                takes_gradients=True,
+                treated=treated,
+                watch=watch,
             )
-        return made
-
-    for _ in range(1 if treated is None else treated.passes):
-        watch = UnitWatch(plans, twins, cell)
-        trace = trace_step(
-            step,
-            copied,
-            [given],
-            units=[name for name in names if name],
-            personality=personality,
-            reads=reads,
-            takes_gradients=True,
-            treated=treated,
-            watch=watch,
-        )
+        traces.append(trace)
+        streams = [_stream(trace, names, phase) for phase in (Phase.FORWARD, Phase.BACKWARD)]
+        scripts[chunk] = Script(*streams, watch.partial)
     by_category = _before(trace)
-    script = Script(_stream(trace, names, Phase.FORWARD), _stream(trace, names, Phase.BACKWARD), watch.partial)
+    border_bytes = sum(one.nbytes for some in borders for one in some)
     updates = updates_for(specs, options, homes)
     spans = {
         "shard": options.device.spread(options.shard_ranks, options.tensor),
@@ -189,24 +195,83 @@ def trace_job(
         options.formats.param,
         spans,
         options.micro_batches,
-        by_category[Category.INPUT],
+        by_category[Category.INPUT] - border_bytes,
         by_category[Category.BUFFER] + sum(local_of(p).nbytes for p in model.parameters() if id(p) in left),
-        script=script,
+        script=scripts[0] if chunks is None else None,
         update_bytes=_update_bytes(options, updates),
         host_ranks=options.node_processes,
         is_early=options.is_filed,
         no_sync=options.no_sync,
     )
-    flops = sum(cost.flops for order, cost in trace.kernels if trace.phase_at(order) is Phase.FORWARD)
+    if chunks is not None:
+        job = dataclasses.replace(job, pipe=chunks.piped(job, scripts, plans))
+    forwards = (
+        (trace.phase_at(order) is Phase.FORWARD) * cost.flops for trace in traces for order, cost in trace.kernels
+    )
     return Traced(
         job,
         sum(plan.numel for plan in plans),
-        flops,
-        trace.saved_bytes(),
+        sum(forwards),
+        sum(trace.saved_bytes() for trace in traces),
         tokens,
-        [BOUNDED] * (treated is not None and treated.has_bounds) + [LEFT] * bool(left) + list(_not_counted(trace)),
+        [BOUNDED] * (treated is not None and treated.has_bounds)
+        + [LEFT] * bool(left)
+        + [*dict.fromkeys(note for trace in traces for note in _not_counted(trace))],
         _other_ranks(job, options, plans, precision, homes),
     )
+
+
+def learn_chunks(
+    model: nn.Module,
+    cut: Cut,
+    schedule: Schedule,
+    options: Options,
+    inputs: Sequence[Any] | Mapping[str, Any],
+    loss: Callable[[Any], Tensor] | None,
+    personality: str,
+    reads: Callable[[Tensor], bool | int | float] | None,
+) -> list[Learned]:
+    """Return what crosses the borders of each chunk of a model, from a trace of one after the other."""
+    precision = options.chosen or _precision(options.formats)
+    copied, twins = _copy(model, formats_of_model(model, precision), precision)
+    learned, everything = list[Learned](), [*range(cut.count)]
+    chunks = Chunks(cut, schedule, 0, everything, {}, learned)
+    chunked = chunks.of_copy(twins, copied)
+    for chunk in everything:
+        chunked.own = [chunk]
+        step = chunks.step(chunked, chunk, [], *_ends(model, precision, loss))
+        given = [inputs if isinstance(inputs, Mapping) else tuple(inputs), *chunks.borders(chunk)]
+        trace_step(step, copied, given, personality=personality, reads=reads, takes_gradients=True)
+    return learned
+
+
+def _copy(
+    model: nn.Module, formats: Mapping[int, Formats], precision: Precision
+) -> tuple[nn.Module, Mapping[nn.Module, nn.Module]]:
+    """Return a copy of a model on the meta device in the dtypes of a run, and the copy of each module."""
+    copied = on_meta(model, {key: one.param for key, one in formats.items()})
+    twins = dict(zip(model.modules(), copied.modules(), strict=True))
+    hang_casts(model, twins, precision)
+    return copied, twins
+
+
+def _ends(
+    model: nn.Module, precision: Precision, loss: Callable[[Any], Tensor] | None
+) -> tuple[Callable[[Any], Any], Callable[[Any], Tensor]]:
+    """Return what casts the inputs of a model, and what returns the loss of its output."""
+    dtype = precision.param or next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+
+    def finish(out: Any) -> Tensor:
+        out = out if precision.param is None else _cast(out, precision.output or torch.float32)
+        made = loss(out) if loss is not None else loss_of(out)
+        if not isinstance(made, Tensor) or not made.requires_grad:
+            raise TypeError(
+                f"No parameter of {type(model).__name__} that requires a gradient is in the graph of its output: pass "
+                "loss=, or check requires_grad and detach()."
+            )
+        return made
+
+    return functools.partial(_cast, dtype=dtype), finish
 
 
 def _update_bytes(options: Options, updates: Sequence[Updates]) -> int:
