@@ -8,49 +8,86 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from statistics import median
 
-from zeroshard.plan.job import Options, job_of_shape
+from zeroshard.plan.job import Options, job_of_shape, layers_of
 from zeroshard.plan.result import Plan
 from zeroshard.plan.shape.shapes import Transformer
 from zeroshard.plan.step.film import Film, LaneSpan
 from zeroshard.plan.step.rank_job import Job
 from zeroshard.plan.step.simulate import make_film
-from zeroshard.table.pipeline import RECEIVES, Kind, play
+from zeroshard.table.pipeline import RECEIVES, Kind, Schedule, Spans, play, training_of
 
-__all__ = ["jobs_of_places", "joined", "timed"]
+__all__ = ["jobs_of_places", "joined", "quick_film", "timed"]
 
 
-def jobs_of_places(shape: Transformer, options: Options, *, is_coarse: bool = False) -> list[Job]:
+def jobs_of_places(shape: Transformer, options: Options) -> list[Job]:
     """Return the job of the first rank at each place of a shape, with times."""
-    places = range(options.pipe)
-    return timed([job_of_shape(shape, options, is_coarse=is_coarse, place=place) for place in places], options)
+    jobs, quick = (
+        [job_of_shape(shape, options, is_coarse=is_coarse, place=place) for place in range(options.pipe)]
+        for is_coarse in (False, True)
+    )
+    return timed(jobs, options, quick)
 
 
-def timed(jobs: Sequence[Job], options: Options) -> list[Job]:
+def timed(jobs: Sequence[Job], options: Options, quick: Sequence[Job] = ()) -> list[Job]:
     """Return the jobs of all places, with the times at which messages arrive and the last backward ends.
 
-    A film of each place without waits for messages tells how long its forwards and backwards take; with these the
-    schedule is played over all places.
+    Args:
+        quick: the same with coarse units, which take as long.
     """
-    pipes = [job.pipe for job in jobs if job.pipe is not None]
-    schedule, device = pipes[0].schedule, options.device
+    schedule = training_of(options.schedule, options.pipe, options.micro_batches, options.chunks)
+    spans, end_s = _played(schedule, [(job, make_film(job)) for job in quick or jobs], options)
+    found = list[Job]()
+    for job, one in zip(jobs, spans, strict=True):
+        assert job.pipe is not None
+        ready_s = {action: stop_s for action, _, stop_s in one if action.kind in RECEIVES}
+        found.append(dataclasses.replace(job, pipe=dataclasses.replace(job.pipe, ready_s=ready_s, end_s=end_s)))
+    return found
+
+
+def quick_film(shape: Transformer, options: Options) -> tuple[Job, Film, float]:
+    """Return job and film of the fullest place, with coarse units, and the seconds of a step, for searches.
+
+    Of places with equal layers, the first one is simulated: it has the most micro-batches in flight. With "1f1b" these
+    are no more than places, as are gradients under way, so the film has no more than both.
+    """
+    schedule = training_of(options.schedule, options.pipe, options.micro_batches, options.chunks)
+    if options.schedule == "1f1b":
+        options = dataclasses.replace(options, micro_batches=min(options.micro_batches, 2 * options.pipe + 1))
+    layers, kinds = layers_of(shape, schedule.all_chunks), dict[tuple[object, ...], tuple[Job, Film]]()
+    places = list[tuple[Job, Film]]()
+    for place in range(options.pipe):
+        own = [layers[chunk] for chunk in schedule.chunks_of(place)]
+        kind = place == 0, place == options.pipe - 1, *map(len, own)
+        if shape.dense_layers or kind not in kinds:
+            job = job_of_shape(shape, options, is_coarse=True, place=place)
+            kinds[kind] = job, make_film(job, is_settled=True)
+        places.append(kinds[kind])
+    _, end_s = _played(schedule, places, options)
+    update_s = max(film.step_s - film.phases[-1].start_s for _, film in places)
+    return *max(places, key=lambda one: one[1].peak[0]), end_s + update_s
+
+
+def _played(schedule: Schedule, places: Sequence[tuple[Job, Film]], options: Options) -> tuple[Spans, float]:
+    """Return when each action of each place runs, and when the last backward ends.
+
+    Args:
+        places: job and film of each place; of the film only how long forwards and backwards take counts.
+    """
     seconds = {kind: [0.0] * schedule.all_chunks for kind in (Kind.FORWARD, Kind.BACKWARD)}
-    tails = list[float]()
-    for job, pipe in zip(jobs, pipes, strict=True):
-        passes = [action for action in pipe.actions if action.kind in seconds]
-        took = list(zip(passes, (phase.stop_s - phase.start_s for phase in make_film(job).phases), strict=False))
+    tails, most_bytes = list[float](), 0
+    for place, (job, film) in enumerate(places):
+        assert job.pipe is not None
+        passes = [action for action in job.pipe.actions if action.kind in seconds]
+        took = list(zip(passes, (phase.stop_s - phase.start_s for phase in film.phases), strict=False))
+        numbers = dict(zip(job.pipe.chunks, schedule.chunks_of(place), strict=True))  # a film may be of another place
         for kind, chunk in {(action.kind, action.chunk) for action in passes}:
-            seconds[kind][chunk] = median(took_s for action, took_s in took if action[:2] == (kind, chunk))
+            seconds[kind][numbers[chunk]] = median(took_s for one, took_s in took if one[:2] == (kind, chunk))
         # With the last backward, gradients are reduced.
-        tails.append(took[-1][1] - seconds[Kind.BACKWARD][passes[-1].chunk])
-    most_bytes = max(sum(nbytes for _, nbytes in borders) for borders in pipes[0].messages.values())
-    message_s = device.collective_s("send", most_bytes, device.spread(options.pipe, options.place_ranks))
-    spans = play(schedule, seconds, message_s)
-    end_s = max(one[-1][-1] + tail for one, tail in zip(spans, tails, strict=True))
-    ready = [{action: stop_s for action, _, stop_s in one if action.kind in RECEIVES} for one in spans]
-    return [
-        dataclasses.replace(job, pipe=dataclasses.replace(pipe, ready_s=ready_s, end_s=end_s))
-        for job, pipe, ready_s in zip(jobs, pipes, ready, strict=True)
-    ]
+        tails.append(took[-1][1] - seconds[Kind.BACKWARD][numbers[passes[-1].chunk]])
+        most_bytes = max(sum(nbytes for _, nbytes in borders) for borders in job.pipe.messages.values())
+    span = options.device.spread(options.pipe, options.place_ranks)
+    spans = play(schedule, seconds, options.device.collective_s("send", most_bytes, span))
+    return spans, max(one[-1][-1] + tail for one, tail in zip(spans, tails, strict=True))
 
 
 def joined(plans: Sequence[Plan]) -> Plan:

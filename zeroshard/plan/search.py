@@ -31,6 +31,9 @@ __all__ = ["Search", "search"]
 BATCHES: Final = (1, 2, 4, 8, 16, 32)
 TREATMENTS: Final = ("keep", "recompute-rest", "recompute")
 TENSORS: Final = (1, 2, 4, 8)
+PIPES: Final = (1, 2, 4, 8)
+MICRO_BATCHES: Final = 4
+"""Of a step, for each place of a pipe, where nothing is asked: then a pipe is idle for a fifth of the time at most."""
 LISTED: Final = 2000
 """Maximum number of printed candidates, evenly chosen."""
 
@@ -84,6 +87,7 @@ def search(
     stages: Sequence[int] = tuple(STAGES),
     batches: Sequence[int] = BATCHES,
     tensors: Sequence[int] = TENSORS,
+    pipes: Sequence[int] = PIPES,
     activations: Sequence[str] = TREATMENTS,
     global_batch: int | None = None,
     offload: Sequence[str] = ("host",),
@@ -95,7 +99,9 @@ def search(
         stages, batches, tensors, activations: values to try: ZeRO stages, micro-batches in sequences, ranks of tensor
             parallelism (within a node), treatments of activations. The search also tries one replica of the sharded
             state up to one per node.
-        global_batch: sequences of a step, over all ranks; by default one micro-batch per step.
+        pipes: numbers of places of a pipe to try, with schedule "1f1b".
+        global_batch: sequences of a step, over all ranks; by default one micro-batch per step, and four for each place
+            of a pipe.
         offload: places for states, and for parameters at stage 3, in the order of trial: "host", and folders if the
             machines have a disk; () for no offload. The search offloads if nothing fits without offload, or if that is
             faster; `Search.reasons` says which. On a CPU, device and host share one memory, so nothing is moved.
@@ -133,8 +139,8 @@ def search(
     rows = [row for one in resolved for row in one.rows]
     asked = [
         options
-        for ranks, row, batch, tensor in product(sizes, rows, batches, tensors)
-        for options in _widths(dataclasses.replace(start, world_size=ranks, row=row, batch=batch, tensor=tensor))
+        for ranks, row, batch, tensor, pipe in product(sizes, rows, batches, tensors, pipes)
+        for options in _widths(_over(start, world_size=ranks, row=row, batch=batch, tensor=tensor, pipe=pipe))
     ]
     candidates = [one for options in asked if (one := _try(shape, options, global_batch)) is not None]
     if not candidates:
@@ -153,6 +159,12 @@ def search(
             candidates.append(chosen.candidate)
     found = tuple(candidates), tuple(frontier_of(candidates)), MappingProxyType(best), MappingProxyType(reasons)
     return Search(shape, *found, tried)
+
+
+def _over(start: Options, *, pipe: int, **changed: Any) -> Options:
+    """Return options over a number of places of a pipe."""
+    micro_batches = MICRO_BATCHES * pipe if pipe > 1 else 1
+    return dataclasses.replace(start, **changed, pipe=pipe, micro_batches=micro_batches, no_sync=pipe > 1)
 
 
 def _places_of(asked: Sequence[str], device: Device) -> list[str]:
@@ -187,7 +199,7 @@ def _plain(one: Candidate) -> dict[str, Any]:
 def _widths(options: Options) -> Iterator[Options]:
     """Yield numbers of copies: one, one for each node, and powers of two between."""
     replicas = 1
-    nodes = max(1, options.world_size // options.device.node_ranks)
+    nodes = max(1, options.place_ranks // options.device.node_ranks)
     is_sharded = options.row != dataclasses.replace(row_of_stage(0), activations=options.row.activations)
     while replicas <= (nodes if is_sharded else 1):
         yield dataclasses.replace(options, replicas=replicas)
@@ -199,7 +211,7 @@ def _try(shape: Transformer, options: Options, global_batch: int | None) -> Cand
     if options.tensor > options.device.node_ranks:
         return None
     if global_batch is not None:
-        at_once = options.batch * (options.world_size // options.tensor)
+        at_once = options.batch * (options.place_ranks // options.tensor)
         if at_once == 0 or global_batch % at_once:
             return None
         options = dataclasses.replace(options, micro_batches=global_batch // at_once)
@@ -241,11 +253,22 @@ SHOWN: Final = 12
 
 def _render(found: Search) -> str:
     """Return the frontier and the best plan of a search."""
-    heads = ("ranks", "row", "copies", "tensor", "micro-batch", "activations", "GiB reserved", "tokens/s a rank", "")
+    heads = (
+        "ranks",
+        "row",
+        "copies",
+        "tensor",
+        "pipe",
+        "micro-batch",
+        "activations",
+        "GiB reserved",
+        "tokens/s a rank",
+        "",
+    )
     shown = thinned(found.frontier, SHOWN)
     rows = [
         (
-            *(str(one.options.words()[name]) for name in heads[:6]),
+            *(str(one.options.words()[name]) for name in heads[:7]),
             f"{(one.reserved_bytes or one.peak_bytes) / 2**30:.1f}",
             f"{one.tokens_per_s / one.options.world_size:,.0f}",
             one.verdict,
@@ -267,7 +290,7 @@ def _render(found: Search) -> str:
 
 def _row(plan: Plan) -> str:
     words = plan.options
-    named = ("copies", "tensor", "micro-batch")
+    named = ("copies", "tensor", "pipe", "micro-batch")
     moved = plan.asked.offload
     row = str(words["row"]) if moved is None else f"stage {_stage_of(plan.asked)}, {_moved(moved)} ({plan.moved})"
     return ", ".join([row, f"activations {words['activations']}", *(f"{n} {words[n]}" for n in named)])

@@ -11,6 +11,7 @@ from typing import Final, final
 
 from zeroshard.describe.treatments import activations_of
 from zeroshard.plan.job import Options, check_options, check_shape, job_of_shape, outside_bytes_of
+from zeroshard.plan.pipes import quick_film
 from zeroshard.plan.result import Change, Plan, Verdict, verdict_of
 from zeroshard.plan.shape.shapes import Transformer
 from zeroshard.plan.step.simulate import make_film
@@ -52,15 +53,19 @@ class Candidate:
 
 def candidate_of(shape: Transformer, options: Options) -> Candidate:
     """Simulate a configuration with coarse units: the instructions of each unit are combined."""
-    job = job_of_shape(shape, options, is_coarse=True)
-    film = make_film(job, is_settled=True)
+    if options.pipe > 1:
+        job, film, step_s = quick_film(shape, options)
+    else:
+        job = job_of_shape(shape, options, is_coarse=True)
+        film = make_film(job, is_settled=True)
+        step_s = film.step_s
     host_bytes = options.node_processes * film.host_peak_bytes
     verdict = verdict_of(film.peak[0], outside_bytes_of(options), options, host_bytes)
     movable_bytes = sum(film.resident_bytes[column] for column in MOVABLE)
     movable_bytes += sum(
         sum(one.held_gradient_bytes) for unit in job.units for one in unit.reduced if one.row.gradients.is_on_device
     )
-    return Candidate(options, film.peak[0], film.step_s, verdict, movable_bytes=movable_bytes)
+    return Candidate(options, film.peak[0], step_s, verdict, movable_bytes=movable_bytes)
 
 
 def changes_of(shape: Transformer, plan: Plan, whole: Callable[[Options], Plan]) -> Sequence[Change]:

@@ -24,7 +24,7 @@ from zeroshard.report.schema import (
 
 __all__ = ["page_of_plan", "page_of_search", "read_sources"]
 
-_NAMES: Final = ("ranks", "row", "copies", "tensor", "micro-batch", "activations")
+_NAMES: Final = ("ranks", "row", "copies", "tensor", "pipe", "micro-batch", "activations")
 _STAGE: Final = "stage "
 _ALIGN: Final = 64
 
@@ -119,7 +119,7 @@ def _player(plan: Mapping[str, Any]) -> Player:
         p95_ratio=1 + plan["memory"]["error"]["nine_tenths"],
         defaults=Defaults(
             stage=stage,
-            ranks=options["ranks"] // options["tensor"] // options["copies"],
+            ranks=options["ranks"] // options["tensor"] // options["copies"] // options["pipe"],
             batch=options["micro-batch"],
             sequence=options["sequence"],
         ),
