@@ -23,7 +23,7 @@ from zeroshard.join.start import accepted_by_all, everybody_at, texts_across_ran
 from zeroshard.parallel.absent import drawing_all, with_generator_of
 from zeroshard.parallel.batch import Batch
 from zeroshard.parallel.chunked import ChunkedModel
-from zeroshard.parallel.cut import Cut, cut_model, remove_others, stand_in_on
+from zeroshard.parallel.cut import Cut, cut_model, is_here, remove_others, stand_in_on
 from zeroshard.parallel.runner import Loss, Runner
 from zeroshard.setup.request import Request, domain_of, place_of
 from zeroshard.table.errors import RankMismatchError
@@ -134,7 +134,7 @@ def pipeline(
         chunked = ChunkedModel(model, found, own, removed)
         undo.put(vars(model), "forward", chunked.replacement())
         options["units"] = found.units(model, own, options.get("units"))
-        options["ignored"] = [one for one in options.get("ignored", ()) if _is_here(model, one)]
+        options["ignored"] = [one for one in options.get("ignored", ()) if is_here(model, one)]
         if is_drawn:
             if not isinstance(source, Weights):
                 source = drawing_all(model, removed, joined.device, source)
@@ -176,14 +176,6 @@ def _check_alike(mesh: Mesh, schedule: Schedule, cut: Cut, options: str, model: 
         raise RankMismatchError(
             f"{mesh} zs.pipeline() was given different arguments:\n{mesh.lines(texts)}\nPass the same on every rank."
         )
-
-
-def _is_here(model: nn.Module, ignored: object) -> bool:
-    """Return whether an item of `ignored=` selects parameters of this place."""
-    try:
-        return bool(ignored_of(model, [ignored]))
-    except ValueError:
-        return False
 
 
 @torch.no_grad()

@@ -29,7 +29,7 @@ from zeroshard.parallel.cut import Cut
 from zeroshard.torch_private import call_through
 from zeroshard.tree import find, map_tensors
 
-__all__ = ["Border", "ChunkedModel", "Learned"]
+__all__ = ["Border", "ChunkedModel", "Learned", "with_graph"]
 
 
 @final
@@ -357,3 +357,34 @@ def _is_plain(value: Any) -> bool:
     if isinstance(value, dict):
         return type(value) is dict and all(map(_is_plain, value.values()))
     return isinstance(value, Border | bool | int | float | str | type(None))
+
+
+class _Arrive(torch.autograd.Function):
+    """Gives a chunk the tensors of its border, and takes their gradients as soon as autograd has them."""
+
+    @staticmethod
+    def forward(ctx: Any, token: Tensor, tensors: Sequence[Tensor], take: Callable[[Sequence[Any]], None]) -> Any:
+        ctx.take = take
+        return tuple(one.detach() for one in tensors)  # no views: the chunk may change them in place
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        ctx.take(grads)
+        return None, None, None
+
+
+def with_graph(
+    token: Tensor, borders: Sequence[Border], arrived: Sequence[Tensor], take: Callable[[Sequence[Any]], None]
+) -> tuple[Tensor, ...]:
+    """Return the tensors of a border as autograd sees them in the chunk behind it.
+
+    Args:
+        token: requires a gradient, and gets none.
+        take: called with the gradients of the tensors that have one, None where no loss depends on a tensor.
+    """
+    places = [at for at, border in enumerate(borders) if border.has_gradient]
+    if not places:
+        return tuple(arrived)
+    followed = _Arrive.apply(token, [arrived[at] for at in places], take)  # type: ignore[no-untyped-call]
+    found = dict(zip(places, followed, strict=True))
+    return tuple(found.get(at, one) for at, one in enumerate(arrived))

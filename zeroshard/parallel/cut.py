@@ -20,10 +20,11 @@ from torch import Tensor, nn
 
 from zeroshard.core.undo import Undo
 from zeroshard.describe.blocks import find_blocks
+from zeroshard.describe.ignored import ignored_of
 from zeroshard.describe.units import choose_units
 from zeroshard.table.pipeline import balanced
 
-__all__ = ["Cut", "cut_model", "registered", "remove_others", "stand_in_on"]
+__all__ = ["Cut", "cut_model", "is_here", "registered", "remove_others", "stand_in_on"]
 
 
 @final
@@ -213,6 +214,14 @@ def remove_others(model: nn.Module, cut: Cut, own: Sequence[int], undo: Undo) ->
             for key in inner._buffers.keys() - inner._non_persistent_buffers_set:
                 _move(inner, inner._buffers, key, inner._buffers[key], undo)
     return removed
+
+
+def is_here(model: nn.Module, ignored: object) -> bool:
+    """Return whether an item of `ignored=` selects parameters of this place."""
+    try:
+        return bool(ignored_of(model, [ignored]))
+    except ValueError:
+        return False
 
 
 def stand_in_on(device: torch.device, model: nn.Module, removed: dict[str, Tensor]) -> None:

@@ -33,7 +33,7 @@ from zeroshard.core.flights import Chunk
 from zeroshard.core.states import Scope
 from zeroshard.parallel.again import Again, First
 from zeroshard.parallel.batch import Batch, Compared
-from zeroshard.parallel.chunked import Border, ChunkedModel, Learned
+from zeroshard.parallel.chunked import Border, ChunkedModel, Learned, with_graph
 from zeroshard.parallel.finite import Finite
 from zeroshard.parallel.idle import idle_backward, idle_forward
 from zeroshard.parallel.mail import Mail
@@ -46,20 +46,6 @@ __all__ = ["Loss", "Runner"]
 
 Loss = Callable[[Any, Any], Tensor]
 _Result = TypeVar("_Result")
-
-
-class _Arrive(torch.autograd.Function):
-    """Gives a chunk the tensors of its border, and takes their gradients as soon as autograd has them."""
-
-    @staticmethod
-    def forward(ctx: Any, token: Tensor, tensors: Sequence[Tensor], take: Callable[[Sequence[Any]], None]) -> Any:
-        ctx.take = take
-        return tuple(one.detach() for one in tensors)  # no views: the chunk may change them in place
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        ctx.take(grads)
-        return None, None, None
 
 
 @final
@@ -326,16 +312,13 @@ class _Step:
         self, chunk: int, micro_batch: int, arrived: tuple[Tensor, ...], learned: Learned
     ) -> tuple[Tensor, ...]:
         """Return the tensors of a border as autograd sees them in the chunk behind it."""
-        places = [at for at, border in enumerate(learned.arrives) if border.has_gradient]
-        if not places or not torch.is_grad_enabled():
+        if not torch.is_grad_enabled():
             return arrived
 
         def take(grads: Sequence[Tensor | None]) -> None:
             self._messages.send_gradient(chunk, micro_batch, grads)
 
-        followed = _Arrive.apply(self._token, [arrived[at] for at in places], take)  # type: ignore[no-untyped-call]
-        found = dict(zip(places, followed, strict=True))
-        return tuple(found.get(at, one) for at, one in enumerate(arrived))
+        return with_graph(self._token, learned.arrives, arrived, take)
 
     def _loss(self, chunk: int, micro_batch: int, output: Any, targets: Any) -> Tensor:
         """Return the loss of a micro-batch, as a part of the mean of all."""

@@ -20,13 +20,11 @@ from zeroshard.describe.rows import StageLike
 from zeroshard.describe.treatments import ActivationsLike
 from zeroshard.plan.job import (
     Options,
-    Treatment,
     activations_of_shape,
     check_options,
     job_of_shape,
     outside_bytes_of,
     precision_for,
-    treatment_of,
 )
 from zeroshard.plan.machine.allocator import Event as Call
 from zeroshard.plan.machine.allocator import Rules, simulate
@@ -40,18 +38,16 @@ from zeroshard.plan.step.film import Film, calls_of
 from zeroshard.plan.step.rank_job import Job
 from zeroshard.plan.step.simulate import make_film, resident_bytes
 from zeroshard.plan.step.turns import shown_ranks
+from zeroshard.plan.sums import element_bytes_of, flops_of, host_bytes_of, notes_of, save_bytes_of
 from zeroshard.plan.trying import changes_of
-from zeroshard.table.activations import Compressed, Offloaded, Partitioned
 from zeroshard.table.cells import Residency
 from zeroshard.table.pipeline import training_of
 from zeroshard.table.settings import WIRE_BYTES
-from zeroshard.table.spec import Formats, itemsize
+from zeroshard.table.spec import Formats
 from zeroshard.table.whole import owned_bytes
 
 __all__ = ["make_plan", "optimizers_named", "plan_shape", "shape_of"]
 
-PROCESS_BYTES: Final = 3 * 10**9
-"""Of host memory: the interpreter and torch."""
 LISTED: Final = 12
 """Entries of a live set that a plan keeps."""
 SETTLED: Final = 4
@@ -507,66 +503,3 @@ def _steps(first: Film, film: Film, steady: int = 2) -> Iterator[Iterator[Call]]
             one._replace(storage=one.storage + number * shift * 2) for one in film.events if one.storage not in made
         ]
         yield calls_of(moved)
-
-
-def flops_of(shape: Transformer, options: Options) -> float:
-    """Return the operations of the model for each token: 6 for each parameter, and causal attention."""
-    width = shape.heads * (sum(shape.latent[2:]) / 2 if shape.latent else shape.head_width)
-    embedding = 0 if shape.is_tied else shape.vocabulary * shape.hidden
-    return 6.0 * (shape.used_numel() - embedding) + 6.0 * shape.layers * width * options.sequence
-
-
-def element_bytes_of(job: Job) -> tuple[int, int, int]:
-    """Return the bytes of an element: of a parameter, of a held gradient, and of its masters and states."""
-    bucket = max((b for unit in job.units for b in unit.buckets), key=lambda b: b.layout.numel)
-    formats = bucket.formats
-    most = max(job.updates, key=lambda one: one.numel_bytes() + one.numel_bytes(is_apart=True) + len(one.whole))
-    whole = sum(one.state_bytes for one in most.whole)
-    if whole:  # of what is updated whole, the mean
-        states = round(whole / sum(one.bucket.layout.numels[one.index] for one in most.whole))
-    else:
-        states = most.per_element * itemsize(formats.state) + most.element_bytes
-    masters = itemsize(formats.master) * (formats.master != formats.param)
-    return itemsize(formats.param), itemsize(formats.grad), states + masters
-
-
-def save_bytes_of(job: Job) -> int:
-    """Return the bytes that a rank copies to the host for an asynchronous save: its masters and states."""
-    total = 0
-    for unit in job.units:
-        for bucket in unit.buckets:
-            start, stop = bucket.states
-            total += (stop - start) * itemsize(bucket.formats.master)
-    for one in job.updates:
-        total += sum(owned.state_bytes for owned in one.trained.whole if owned.is_kept)
-        # What lies packed, in a byte each, is saved as numbers.
-        numel_bytes = one.trained.numel_bytes() + one.trained.numel_bytes(is_apart=True)
-        total += (one.per_element + one.element_bytes) * numel_bytes
-    return total
-
-
-def host_bytes_of(options: Options, film: Film) -> int:
-    """Return the bytes of host memory that processes of one node take, what is offloaded to it among them."""
-    return options.node_processes * (PROCESS_BYTES + film.host_peak_bytes)
-
-
-def notes_of(options: Options, *, is_module: bool = False) -> list[str]:
-    """Return what is not predicted.
-
-    Args:
-        is_module: whether a module was traced: a trace recomputes, and moves nothing.
-    """
-    found, chains = [], options.row.activations.chains
-    links = [(link, Treatment() if is_module else treatment_of(chain, options)) for chain in chains for link in chain]
-    if any(isinstance(link, Compressed) for link, _ in links):
-        found.append("Compression depends on values: activations are counted as if they were kept.")
-    if any(isinstance(link, Offloaded) and not how.is_input_offloaded for link, how in links):
-        found.append(
-            "Only whole inputs of recomputed blocks of shapes are planned in memory of the host: what is "
-            "offloaded beside these is counted as if it stayed on the device."
-        )
-    elif any(isinstance(link, Offloaded) and how.name == "recompute-rest" for link, how in links):
-        found.append("Products that are kept are counted as if they stayed on the device; inputs are offloaded.")
-    if any(isinstance(link, Partitioned) and how.input_parts == 1 for link, how in links):
-        found.append("Nothing is partitioned: there are no tensor ranks that hold the same activations.")
-    return found

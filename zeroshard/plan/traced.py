@@ -176,8 +176,8 @@ def trace_job(
                 watch=watch,
             )
         traces.append(trace)
-        streams = [_stream(trace, names, phase) for phase in (Phase.FORWARD, Phase.BACKWARD)]
-        scripts[chunk] = Script(*streams, watch.partial)
+        forward, backward = (_stream(trace, names, phase) for phase in (Phase.FORWARD, Phase.BACKWARD))
+        scripts[chunk] = Script(forward, backward, watch.partial)
     by_category = _before(trace)
     border_bytes = sum(one.nbytes for some in borders for one in some)
     updates = updates_for(specs, options, homes)

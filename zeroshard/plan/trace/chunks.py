@@ -14,10 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from zeroshard.core.undo import Undo
-from zeroshard.describe.ignored import ignored_of
 from zeroshard.describe.units import UnitPlan
-from zeroshard.parallel.chunked import Border, ChunkedModel, Learned
-from zeroshard.parallel.cut import Cut, remove_others, stand_in_on
+from zeroshard.parallel.chunked import Border, ChunkedModel, Learned, with_graph
+from zeroshard.parallel.cut import Cut, is_here, remove_others, stand_in_on
 from zeroshard.plan.job import tied_bytes_of
 from zeroshard.plan.step.rank_job import Job, Piped
 from zeroshard.plan.step.script import Script
@@ -99,6 +98,9 @@ class Chunks:
         told = Learned(chunk > 0, before.sent, {**before.heard, **before.outputs})
         learned = self.learned[chunk] if is_known else told
 
+        def take(grads: Sequence[Tensor | None]) -> None:
+            sent.extend(one.contiguous() for one in grads if one is not None)
+
         def step(model: nn.Module, given: Any, arrived: Sequence[Tensor], grads: Sequence[Tensor]) -> Tensor:
             for name in self.removed:
                 path, _, key = name.rpartition(".")
@@ -107,7 +109,7 @@ class Chunks:
             token, args, kwargs = torch.zeros((), requires_grad=True), given, dict[str, Any]()
             if isinstance(given, Mapping):
                 args, kwargs = (), dict(given)
-            out = chunked.run(chunk, args, kwargs, _with_graph(token, before.sent, arrived, sent), learned)
+            out = chunked.run(chunk, args, kwargs, with_graph(token, before.sent, arrived, take), learned)
             is_last = chunk == self.cut.count - 1
             if not is_known:
                 found = () if is_last else tuple(map(Border.of, out))
@@ -129,32 +131,6 @@ def _is_tied(plan: UnitPlan, chunks: Mapping[nn.Parameter, Sequence[int]], sched
 
 def _empty(borders: Sequence[Border]) -> list[Tensor]:
     return [torch.empty(one.shape, dtype=one.dtype, device="meta") for one in borders]
-
-
-def _with_graph(
-    token: Tensor, borders: Sequence[Border], arrived: Sequence[Tensor], sent: list[Tensor]
-) -> tuple[Tensor, ...]:
-    """Return the tensors of a border as autograd sees them in the chunk behind it."""
-    places = [at for at, border in enumerate(borders) if border.has_gradient]
-    if not places:
-        return tuple(arrived)
-    followed = _Arrive.apply(token, [arrived[at] for at in places], sent)  # type: ignore[no-untyped-call]
-    found = dict(zip(places, followed, strict=True))
-    return tuple(found.get(at, one) for at, one in enumerate(arrived))
-
-
-class _Arrive(torch.autograd.Function):
-    """Gives a chunk the tensors of its border, and keeps their gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, token: Tensor, tensors: Sequence[Tensor], sent: list[Tensor]) -> Any:
-        ctx.sent = sent
-        return tuple(one.detach() for one in tensors)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        ctx.sent += [one.contiguous() for one in grads if one is not None]
-        return None, None, None
 
 
 class _Depart(torch.autograd.Function):
@@ -186,13 +162,6 @@ def at_place(
     undo = Undo()
     try:
         removed = remove_others(model, cut, own, undo)
-        yield removed, cut.units(model, own, units), [one for one in ignored if _is_here(model, one)]
+        yield removed, cut.units(model, own, units), [one for one in ignored if is_here(model, one)]
     finally:
         undo.run()
-
-
-def _is_here(model: nn.Module, ignored: object) -> bool:
-    try:
-        return bool(ignored_of(model, [ignored]))
-    except ValueError:
-        return False
