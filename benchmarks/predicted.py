@@ -454,7 +454,9 @@ def row(case: Case) -> dict[str, Any]:
     return {
         "case": asdict(case),
         "error": round(predicted.peak_bytes / measured.peak_bytes - 1, 6),
-        "first_step_error": round(predicted.first_bytes / measured.first_bytes - 1, 6),
+        # Of a pipe, a plan has the first step of its fullest place alone.
+        "first_step_error": round(predicted.first_bytes / measured.first_bytes - 1, 6) if case.pipe == 1 else None,
+        "errors_by_rank": [round(one.peak_bytes / other.peak_bytes - 1, 6) for one, other in pairs],
         "is_resident_exact": all(one.resident_bytes == other.resident_bytes for one, other in pairs),
         "predicted": asdict(predicted),
         "measured": asdict(measured),
@@ -481,7 +483,7 @@ def main() -> None:
             continue
         print(
             f"{case!s:64} peak {rows[-1]['measured']['peak_bytes'] / 1e6:8.3f} MB, predicted {rows[-1]['error']:+.3%}, "
-            f"first step {rows[-1]['first_step_error']:+.2%}, resident "
+            f"first step {rows[-1]['first_step_error'] or 0:+.2%}, resident "
             f"{'exact' if rows[-1]['is_resident_exact'] else 'WRONG'}, {time.perf_counter() - start_s:.0f} s",
             flush=True,
         )

@@ -44,6 +44,8 @@ class Passes:
         self._whole: dict[int, _Whole] = {}
         self.numbers: dict[int, int] = {}
         """The storages of the model's tensors, of the micro-batch that is played."""
+        self._landed, self._late = -1, -1
+        """The tensor of the last gradient, and its storage once it is dropped: autograd has it until its hooks end."""
 
     def play(self, entries: Sequence[Entry], steady: Steady, phase: Phase) -> None:
         """Play a pass.
@@ -54,6 +56,9 @@ class Passes:
         """
         marked, self._clock.phase = iter(steady.actions), phase
         for unit, one in entries:
+            if self._late >= 0 and one.kind != "complete":
+                self._storages.drop(self._late)
+                self._late = -1
             if one.kind not in MARKS:
                 self._run(self._job.units[unit], one)
                 continue
@@ -115,11 +120,15 @@ class Passes:
         if one.kind == "make":
             numbers[one.tensor] = self._storages.make(one.nbytes, "activations", spec.name, one.what)
         elif one.kind == "drop":
-            if one.tensor in numbers:  # else it became a gradient
-                self._storages.drop(numbers.pop(one.tensor))
+            storage = numbers.pop(one.tensor, -1)  # none, if it became a gradient
+            if one.tensor == self._landed:
+                self._late = storage
+            else:
+                self._storages.drop(storage)
         elif one.kind == "run":
             clock.compute(one.what, clock.kernel_s(one.cost) if one.cost is not None else one.seconds)
         elif one.kind == "land":
+            self._landed = one.tensor
             self.landing.land(spec, one, numbers)
         elif one.kind == "exchange" and one.exchange is not None:
             exchange = one.exchange
