@@ -304,7 +304,7 @@ def train(
     note(root, rank, committed[-1:])
     places.enter("end")
     (root / f"entered-{rank}").write_text(json.dumps(places.entered))
-    (root / "counts").write_text(json.dumps([places.operations, places.actions]))
+    (root / f"counts-{rank}").write_text(json.dumps([places.operations, places.actions]))
     return losses
 
 

@@ -32,7 +32,7 @@ def test_a_job_that_is_killed_ends_as_one_that_was_not(tmp_path: Path, world: in
 
 def forgets(folder: str, stage: int, steps: int, kill: job.Kill, *options: Any) -> list[float]:
     """The job with a planted bug: what goes on draws other dropout masks."""
-    original = job.make
+    original = job.make_pipe
 
     def make(stage: int, *given: Any, **options: Any) -> Any:
         made = original(stage, *given, **options)
@@ -40,7 +40,7 @@ def forgets(folder: str, stage: int, steps: int, kill: job.Kill, *options: Any) 
         type(made[2]).load = lambda self, path: (load(path), job.seed(5))[0]
         return made
 
-    job.make = make
+    job.make_pipe = make
     return job.train(folder, stage, steps, kill, *options)
 
 

@@ -302,7 +302,7 @@ class Torture:
             seconds, join_s, shard_s = (
                 entered[end] - entered[begin] for begin, end in (("join", "end"), ("join", "shard"), ("shard", "load"))
             )
-            counts = json.loads((folder / "counts").read_text())
+            counts = json.loads((folder / "counts-0").read_text())
             self._whole[kind] = Whole(folder, losses, seconds, join_s, shard_s, *counts)
         return self._whole[kind]
 
