@@ -257,11 +257,11 @@ def test_a_mesh_has_ranks_that_are_there_and_a_plan_as_many() -> None:
     assert "must have as many ranks as the run, 1; got axes ('shard',) of sizes (2,), 2 ranks" in refused[1]
 
 
-def test_plans_of_pipelines_and_two_numbers_of_tensor_ranks_are_refused() -> None:
+def test_two_numbers_of_places_or_of_tensor_ranks_are_refused() -> None:
     mesh = SimpleNamespace(mesh_dim_names=("pipe",), mesh=torch.tensor([0, 1]))
     assert resolve(Asked(mesh=mesh), 2).axes == (("pipe", 2),)
-    with pytest.raises(ValueError, match=r"'pipe' of mesh= has 2 places.* Plan each of them alone"):
-        plan(mesh=mesh, world_size=2)
+    with pytest.raises(ValueError, match=r"pipe=4, but mesh= has 2 rank\(s\) along 'pipe'"):
+        zs.plan("gpt2", mesh=mesh, world_size=2, pipe=4)
     mesh = SimpleNamespace(mesh_dim_names=("tensor",), mesh=torch.tensor([0, 1]))
     with pytest.raises(ValueError, match=r"Leave tensor="):
         resolve(Asked(mesh=mesh), 2, tensor=4)

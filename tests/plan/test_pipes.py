@@ -1,0 +1,151 @@
+"""Plans over a pipe: memory and idle time by place, searches, refusals. Runs are compared in `test_own_pipes.py`."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zeroshard as zs
+from zeroshard.plan.planning import plan_shape, shape_of
+from zeroshard.plan.trying import candidate_of
+from zeroshard.table.pipeline import schedule_of
+
+SHAPE = zs.Transformer(name="even", layers=8, hidden=256, heads=8, inner=1024, vocabulary=64, sequence=256)
+LARGE = dataclasses.replace(SHAPE, layers=16, hidden=2048, inner=8192, heads=16, sequence=2048)
+SHORT: dict[str, Any] = {"device": "a100-40", "seq": 256, "precision": "bf16"}
+
+
+@pytest.mark.parametrize(
+    ("schedule", "chunks", "formula"),
+    [("gpipe", 1, 3 / 11), ("1f1b", 1, 3 / 11), ("interleaved", 2, 3 / 19), ("naive", 1, 3 / 4)],
+)
+def test_places_of_equal_layers_wait_as_the_papers_say(schedule: str, chunks: int, formula: float) -> None:
+    plan = zs.plan(
+        LARGE, world_size=4, pipe=4, schedule=schedule, micro_batches=8, stage=0, batch=2, activations="recompute"
+    )
+    assert plan.asked.chunks == chunks
+    # Embedding and head take a little time beside the layers, and messages travel.
+    assert plan.idle == pytest.approx([formula] * 4, abs=0.015)
+
+
+def kept_bytes(plan: zs.Plan) -> list[int]:
+    """Return what each place has beyond what it has between steps."""
+    return [one.peak_bytes - sum(one.resident_bytes.values()) for one in plan.ranks]
+
+
+def test_1f1b_needs_no_more_memory_for_more_micro_batches() -> None:
+    four, sixteen = (
+        zs.plan(SHAPE, world_size=2, pipe=2, micro_batches=count, stage=0, batch=2, **SHORT) for count in (4, 16)
+    )
+    border_bytes = 2 * 256 * 256 * 2
+    for few, many in zip(kept_bytes(four), kept_bytes(sixteen), strict=True):
+        assert 0 <= many - few <= border_bytes + 12 * 2 * 2 * 256 * 8  # an input, and the tokens of the batch
+
+
+def test_gpipe_has_what_each_recomputed_micro_batch_leaves_and_the_insides_of_one() -> None:
+    options: dict[str, Any] = {"world_size": 2, "pipe": 2, "schedule": "gpipe", "stage": 0, "batch": 2, **SHORT}
+    peaks = [
+        zs.plan(SHAPE, micro_batches=count, activations="recompute", **options).ranks[0].peak_bytes
+        for count in (4, 8, 12)
+    ]
+    layer_bytes = 2 * 256 * 256 * 2
+    inside = zs.plan(SHAPE, micro_batches=4, **options).ranks[0].peak_bytes
+    assert peaks[1] - peaks[0] == peaks[2] - peaks[1]
+    # The input of each of four layers, the output of the last one, the gradient that is sent, tokens and targets.
+    assert (peaks[1] - peaks[0]) / 4 <= 7 * layer_bytes + 2 * 2 * 256 * 8
+    assert inside > peaks[0]
+
+
+def test_places_hold_their_layers_and_a_tied_weight_at_both_ends() -> None:
+    plan = zs.plan("gpt2", world_size=4, pipe=4, micro_batches=4, stage=0, **SHORT)
+    whole = zs.plan("gpt2", world_size=1, stage=0, **SHORT)
+    held = [one.resident_bytes["parameters"] for one in plan.ranks]
+    assert sum(held) - whole.resident_bytes["parameters"] == 50257 * 768 * 2
+    assert [one.count for one in plan.ranks] == [1] * 4
+    assert plan.reserved_bytes == max(one.reserved_bytes for one in plan.ranks) == plan.ranks[plan.shown].reserved_bytes
+
+
+def test_reducing_with_each_micro_batch_saves_memory_and_sends_more() -> None:
+    options: dict[str, Any] = {"world_size": 8, "pipe": 2, "micro_batches": 8, "stage": 3, **SHORT}
+    last, each = (zs.plan("gpt2", reduce=reduce, **options) for reduce in ("last", "each"))
+    assert each.peak_bytes < last.peak_bytes
+    assert each.film.sent_bytes["shard reduce"] == 8 * last.film.sent_bytes["shard reduce"]
+    assert each.film.sent_bytes["pipe send"] == last.film.sent_bytes["pipe send"] == 8 * 256 * 768 * 2
+
+
+def test_a_module_is_planned_as_a_shape_of_equal_layers_is_cut() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64, bias=False), nn.Tanh()) for _ in range(4)))
+    options: dict[str, Any] = {"world_size": 2, "pipe": 2, "inputs": [torch.zeros(8, 64)], "stage": 0}
+    plan = zs.plan(model, micro_batches=4, precision="fp32", **options)
+    assert [one.resident_bytes["parameters"] for one in plan.ranks] == [2 * 64 * 64 * 4 + 2 * 4] * 2  # and stand-ins
+    cut = zs.plan(model, micro_batches=4, precision="fp32", cut=["3"], **options)
+    assert [one.resident_bytes["parameters"] for one in cut.ranks] == [3 * 64 * 64 * 4 + 4, 64 * 64 * 4 + 3 * 4]
+    assert [name for name, _ in model.named_parameters()] == [f"{number}.0.weight" for number in range(4)]
+
+
+def test_a_search_over_places_finds_what_trying_each_finds() -> None:
+    sizes: dict[str, Any] = {"batches": (1,), "stages": (1,), "tensors": (1,), "activations": ("recompute",)}
+    found = zs.search("gpt2-xl", world_size=8, device="a100-40", seq=1024, offload=(), **sizes)
+    tried = [
+        zs.plan("gpt2-xl", world_size=8, batch=1, stage=1, activations="recompute", pipe=pipe, seq=1024,
+                device="a100-40", micro_batches=4 * pipe if pipe > 1 else 1)
+        for pipe in (1, 2, 4, 8)
+    ]  # fmt: skip
+    assert sorted({one.options.pipe for one in found.candidates}) == [1, 2, 4, 8]
+    assert found.best[8] is not None
+    assert found.best[8].tokens_per_s == max(one.tokens_per_s for one in tried if one.verdict == "fits")
+    speeds = {one.options.pipe: one.tokens_per_s for one in found.candidates}
+    assert [speeds[pipe] for pipe in (1, 2, 4, 8)] == pytest.approx([one.tokens_per_s for one in tried])
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved"])
+def test_a_candidate_is_the_plan_of_its_options(schedule: str) -> None:
+    shape = shape_of("gpt2-medium")
+    plan = zs.plan(shape, world_size=8, pipe=4, schedule=schedule, micro_batches=16, stage=2, **SHORT)
+    one = candidate_of(shape, plan.asked)
+    assert one.step_s == pytest.approx(plan_shape(shape, plan.asked).step_s)
+    assert plan.peak_bytes * 0.9 <= one.peak_bytes <= plan.peak_bytes
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"pipe": 4, "micro_batches": 2}, "micro_batches=2 is below the 4 places"),
+        ({"pipe": 2, "micro_batches": 2, "schedule": "dualpipe"}, "schedule='dualpipe' is not one of"),
+        ({"pipe": 2, "micro_batches": 2, "schedule": "forward"}, "has no backwards"),
+        ({"pipe": 2, "micro_batches": 2, "chunks": 2}, "'1f1b' has one chunk"),
+        ({"pipe": 2, "micro_batches": 2, "reduce": "never"}, "reduce must be 'last' or 'each'"),
+        ({"pipe": 2, "micro_batches": 2, "no_sync": True}, "reduce='last' or reduce='each'"),
+        ({"pipe": 3, "micro_batches": 3}, "pipe=3 places must divide the 8"),
+        ({"pipe": 8, "micro_batches": 16, "schedule": "interleaved"}, "12 blocks, too few for a pipe of 16 chunks"),
+    ],
+)
+def test_a_pipe_that_zs_pipeline_refuses_is_refused(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        zs.plan("gpt2", world_size=8, **options)
+
+
+def test_lanes_have_each_place_with_its_idle_time() -> None:
+    data = zs.plan(SHAPE, world_size=2, pipe=2, micro_batches=4, stage=0, **SHORT).to_json()
+    lanes = {one["name"]: one["spans"] for one in data["film"]["lanes"]}
+    for place, idle in enumerate(data["time"]["idle"]):
+        spans = lanes[f"place {place}, idle {idle:.0%}"]
+        labels = [label for label in spans["label"] if label != "idle"]
+        order = [kind.kind.name.lower() for kind in schedule_of("1f1b", 2, 4).actions[place]]
+        assert labels == [name for name in order if name in ("forward", "backward")]
+        waits = [
+            stop - start
+            for start, stop, label in zip(spans["start_s"], spans["stop_s"], spans["label"], strict=True)
+            if label == "idle"
+        ]
+        assert sum(waits) / spans["stop_s"][-1] == pytest.approx(idle)
+
+
+def test_a_plan_with_a_single_place_is_the_plan_without_a_pipe() -> None:
+    one, other = (
+        zs.plan("gpt2", world_size=4, stage=2, micro_batches=2, **SHORT, **more) for more in ({}, {"pipe": 1})
+    )
+    assert dataclasses.replace(one, changes=()) == dataclasses.replace(other, changes=())
