@@ -10,7 +10,7 @@ from .source import PACKAGE, REPOSITORY
 
 CORE = ("table", "wire", "core")
 ENGINE = (*CORE, "account", "activations", "describe", "join", "setup", "store", "update", "values", "whole")
-BUDGETS = {CORE: 5120, ENGINE: 11903, ("plan",): 5922, ("evidence",): 1830, ("optim",): 1040}
+BUDGETS = {CORE: 5120, ENGINE: 11903, ("plan",): 5922 + 522, ("evidence",): 1830, ("optim",): 1040}
 """Lines of code by rooms."""
 ADDED = {
     "a step that is skipped looks at held gradients": 40,
@@ -43,8 +43,9 @@ MOVED = {
     "treatments, which run in traces, too": 52,
     "the steady step": 122,
     "what Transformers' files are converted by": -110,
+    "the balanced cut and the arguments of pipelines, from parallel/ and pipes.py": 35,
 }
-"""Lines that came to the engine's rooms from plan/, whose budget is lower by as many or more, and lines that left."""
+"""Lines that came to the engine's rooms from others, which are smaller by as many or more, and lines that left."""
 FILE_LINES = 350
 README_LINES = 150
 
