@@ -322,7 +322,7 @@ def planted_in_order(right: str, wrong: str) -> Callable[[pytest.MonkeyPatch], N
 norms_are_always_sure = planted_in_order(
     "is_sure = not self._comm.is_on_host and all(pass_.is_sure for pass_ in self._ended)", "is_sure = True"
 )
-nothing_is_left_over = planted_in_order("None if left is None else", "None if True else")
+nothing_is_left_over = planted_in_order("for unit in self._left_over(pass_)), None)", "for unit in ()), None)")
 passes_begin_unread = planted_in_order(
     "            self.catch_up()\n            # A rank may run local", "            # A rank may run local"
 )

@@ -31,18 +31,19 @@ NESTED = (1, 2, -2, -1)
 """Its forward follows the record of `(1, 2)`, one after the other, and its backward leaves that."""
 
 
-def test_pipelines_without_departures_end_right() -> None:
-    for micro_batches in (2, 3):
-        for program in plain_programs(micro_batches):
-            outcome = run_pipe(program, crew())
-            assert (outcome.verdict, outcome.faults) == ("right", []), program
+@pytest.mark.product
+@pytest.mark.parametrize("micro_batches", [2, 3])
+def test_pipelines_without_departures_end_right(micro_batches: int) -> None:
+    for program in plain_programs(micro_batches):
+        outcome = run_pipe(program, crew())
+        assert (outcome.verdict, outcome.faults) == ("right", []), program
 
 
 @pytest.mark.product
 @pytest.mark.parametrize("part", range(3))
 def test_departures_of_one_rank_end_right(part: int) -> None:
     programs = [program for plain in plain_programs(2) for program in with_one_departure(plain)]
-    for program in islice(programs, part * 41, None, 123):
+    for program in islice(programs, part * 67, None, 201):
         outcome = run_pipe(program, crew())
         assert (outcome.verdict, outcome.faults) == ("right", []), program
 
@@ -53,7 +54,7 @@ def test_failures_of_one_rank_end_in_one_error(part: int) -> None:
     verdicts = set()
     for number, program in enumerate(plain_programs(2)):
         outcome = run_pipe(program, crew())
-        for failed in islice(failures_of(program, outcome, [number % 2]), 53 * part, None, 159):
+        for failed in islice(failures_of(program, outcome, [number % 2]), 83 * part, None, 249):
             found = run_pipe(failed, crew())
             assert found.faults == [], failed
             verdicts.add(found.verdict)
@@ -128,8 +129,8 @@ FAULTS = {
             runner,
             "Runner",
             pipe_run,
-            "self._flights[chunk, micro_batch] = _Flight(arrived, outputs)",
-            "self._flights[chunk, micro_batch] = _Flight(arrived, outputs); self._mail.give(arrived)",
+            "        if is_final and not self._has_grad:",
+            "        self._messages.give(arrived, is_read=True)\n        if is_final and not self._has_grad:",
         ),
         PipeProgram("gpipe", 2),
         "is of no micro-batch",

@@ -80,7 +80,8 @@ class PipeProgram:
     Args:
         is_tied: whether the first and the last chunk have a unit in common.
         is_whole: whether parameters stay whole, as at stages 0 to 2.
-        is_held: whether units stay whole from a forward to its backward.
+        until: when units that were gathered are released: after each "use", after the "backward", behind the "step".
+        is_recomputed: whether forwards run twice, the first time without a graph.
     """
 
     schedule: str
@@ -91,7 +92,8 @@ class PipeProgram:
     steps: int = 3
     is_tied: bool = False
     is_whole: bool = False
-    is_held: bool = False
+    until: Literal["use", "backward", "step"] = "use"
+    is_recomputed: bool = False
 
     @property
     def chunks(self) -> int:
@@ -115,9 +117,10 @@ class PipeProgram:
 
 
 def plain_programs(micro_batches: int) -> Iterator[PipeProgram]:
-    """Yield the programs without departures: each schedule, each moment of sums, with a tied unit and without."""
-    for is_tied, schedule, reduce in itertools.product((False, True), SCHEDULES, REDUCES):
-        yield PipeProgram(schedule, micro_batches, reduce, is_tied=is_tied)
+    """Yield the programs without departures: each schedule, each moment of sums; also with a tied unit, recomputed."""
+    for name, schedule, reduce in itertools.product(("", "is_tied", "is_recomputed"), SCHEDULES, REDUCES):
+        plain = PipeProgram(schedule, micro_batches, reduce)
+        yield replace(plain, **{name: True}) if name else plain
 
 
 def other_paths() -> Iterator[tuple[Path, tuple[int, ...]]]:
@@ -183,7 +186,8 @@ def draw_pipe(seed: int, micro_batches: int) -> PipeProgram:
         steps=r.choice([2, 2, 2, 3, 3, 4]),
         is_tied=r.random() < 0.3,
         is_whole=r.random() < 0.1,
-        is_held=r.random() < 0.15,
+        until=r.choice(["use", "use", "use", "use", "backward", "step"]),
+        is_recomputed=r.random() < 0.2,
     )
     found: dict[tuple[int, ...], Departure] = {}
     others = list(other_paths())
@@ -208,8 +212,10 @@ def smaller_pipes(program: PipeProgram) -> Iterator[PipeProgram]:
     last = max([one.step for one in (*program.departures, program.failure) if one is not None], default=0)
     if program.steps - 1 > last:
         yield replace(program, steps=program.steps - 1)
-    for name in ("is_tied", "is_whole", "is_held"):
+    for name in ("is_tied", "is_whole", "is_recomputed"):
         if getattr(program, name):
             yield replace(program, **{name: False})
+    if program.until != "use":
+        yield replace(program, until="use")
     if program.failure is not None and program.failure.mark:
         yield replace(program, failure=replace(program.failure, mark=program.failure.mark - 1))

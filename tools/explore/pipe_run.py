@@ -36,6 +36,7 @@ from .world import Crew, Stuck, World
 
 __all__ = ["PipeOutcome", "failures_of", "run_pipe"]
 
+FORWARDS = (Kind.FORWARD, Kind.RECOMPUTE)
 WIRE = "wire: "
 """What marks of messages begin with."""
 FAILED = "A step of the pipeline failed"
@@ -95,13 +96,14 @@ class PipeRank:
         places = [[*range(at * RANKS, (at + 1) * RANKS)] for at in range(PLACES)]
         self.across = Across(everything, number, PipeMesh(number, range(PLACES * RANKS), places), letters, self._mark)
         mesh = PipeMesh(number, places[self.place], places)
+        mesh.across = self.across.mesh
         self.comm = PlaceComm(worlds[self.place], number, mesh, self.across)
         self.units = self._made_units()
         tied = self.units[-1] if program.is_tied else None
         engine: Any = Engine(mesh, self.comm, self.units, Ledger())  # type: ignore[arg-type]
         self.engine: Engine = engine
         self._open, engine.order.open = engine.order.open, self._opened
-        kinds = {Kind.BACKWARD: "backward"} | ({} if program.is_whole else {Kind.FORWARD: "forward"})
+        kinds = {Kind.BACKWARD: "backward"} | ({} if program.is_whole else dict.fromkeys(FORWARDS, "forward"))
         self._passes = [(kinds[one.kind], one.chunk) for one in schedule.actions[self.place] if one.kind in kinds]
         self._done = self._chunk = 0
         self._followed: list[Any] = []
@@ -146,7 +148,7 @@ class PipeRank:
                 self.number,
                 1 if number else program.chunks,
                 is_whole=program.is_whole,
-                is_held=program.is_held,
+                until=program.until,
                 told=self._tell,
                 landed=self._landed,
                 moved=self._moved,
@@ -330,7 +332,9 @@ def run_pipe(
         choose: who goes on; see `Crew.choose`. It decides nothing else.
         schedule: that of a step, if not the one that the program names.
     """
-    schedule = schedule or schedule_of(program.schedule, PLACES, program.micro_batches, program.chunks)
+    if schedule is None:
+        again = range(PLACES * program.chunks) if program.is_recomputed else ()
+        schedule = schedule_of(program.schedule, PLACES, program.micro_batches, program.chunks, recomputed=again)
     worlds = [World(crew, RANKS) for _ in range(PLACES)]
     everything, letters = World(crew, PLACES * RANKS), Letters(crew)
     ranks = [PipeRank(number, program, schedule, worlds, everything, letters) for number in range(PLACES * RANKS)]

@@ -46,10 +46,15 @@ class PipeMesh:
         self.ranks, self._places = tuple(ranks), torch.tensor(places, device="cpu")
         self.rank, self.world_size, self.data_ranks = ranks.index(rank), len(ranks), self.ranks
         self.number = rank
+        self.across = self
 
     def along(self, *axes: str) -> tuple[int, ...]:
         """Return the ranks of a place, by their numbers in it."""
         return tuple(range(self.world_size))
+
+    def rows(self, *axes: str) -> Tensor:
+        """Return the ranks of each pipe, where this has all places."""
+        return self._places.T
 
     def places(self) -> Tensor:
         """Return the ranks of each place."""
@@ -155,6 +160,7 @@ class Across(FakeComm):
     def __init__(self, world: World, rank: int, mesh: PipeMesh, letters: Letters, mark: Marks) -> None:
         super().__init__(world, rank)
         self.mesh, self.letters, self.mark = mesh, letters, mark
+        self.watchdog = None
 
     def before_message(self) -> None:
         """Do what the product does before the host waits for a message: read posted votes."""
@@ -227,7 +233,7 @@ class PipeUnit(FakeUnit):
         parts: int,
         *,
         is_whole: bool,
-        is_held: bool,
+        until: str,
         told: Callable[[str], None],
         landed: Callable[[int, int, Tensor], None],
         moved: Callable[[str, int], None],
@@ -238,7 +244,8 @@ class PipeUnit(FakeUnit):
             number,
             rank,
             is_whole=is_whole,
-            is_held=is_held,
+            is_held=until != "use",
+            released=until,
             told=told,
             opened=lambda: None,
             expects=lambda unit: False,
@@ -438,6 +445,10 @@ class Model:
     def parameters(self) -> list[Gradient]:
         """Return what user code knows as parameters."""
         return self._gradients
+
+    def named_modules(self) -> list[Any]:
+        """Return what has modes and buffers: nothing."""
+        return []
 
     def run(self, chunk: int, args: Any, kwargs: Any, arrived: tuple[Tensor, ...], learned: Any) -> Any:
         """Run the forward of a chunk."""

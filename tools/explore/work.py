@@ -209,12 +209,13 @@ def exhaust_pipes(
     """
     tasks: list[tuple[PipeProgram, bool]] = []
     for plain in plain_programs(micro_batches):
+        is_more = plain.is_tied or plain.is_recomputed
         if is_each:
-            found = with_one_in_each_pass(plain, 1) if plain.chunks == 1 and not plain.is_tied else iter(())
+            found = with_one_in_each_pass(plain, 1) if plain.chunks == 1 and not is_more else iter(())
             tasks += [(program, False) for program in found]
             continue
         tasks.append((plain, has_failures))
-        tasks += [(program, has_failures and not plain.is_tied) for program in with_one_departure(plain)]
+        tasks += [(program, has_failures and not is_more) for program in with_one_departure(plain)]
     return _spread(_pipes, tasks, 20 if is_each or not has_failures else 1, jobs, told)
 
 

@@ -319,6 +319,7 @@ class FakeUnit:
     Args:
         told: called with what is wrong.
         opened: called when it becomes whole.
+        released: when one that is held is released: after its "backward", or behind the "step".
     """
 
     def __init__(
@@ -331,6 +332,7 @@ class FakeUnit:
         told: Callable[[str], None],
         opened: Callable[[], None],
         expects: Callable[[int], bool],
+        released: str = "backward",
     ) -> None:
         self.number, self.name = number, f"unit{number}" if number else ""
         self.spec = SimpleNamespace(
@@ -338,6 +340,7 @@ class FakeUnit:
             name=self.name,
             is_whole=is_whole,
             is_held=is_held and not is_whole,
+            released=released if is_held and not is_whole else "use",
             sent_bytes=lambda kind: 1,
             wire_dtypes=lambda kind: "float32",
         )
