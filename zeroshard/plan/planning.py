@@ -166,10 +166,7 @@ def make_plan(
         mesh=mesh,
     )
     counts = check_count("world_size", world_size), check_count("tensor", tensor)
-    place_ranks, left = divmod(counts[0], check_count("pipe", pipe))
-    if left:
-        raise ValueError(f"pipe={pipe} places must divide the {world_size} rank(s).")
-    ranks = counts[0] if hasattr(mesh, "mesh_dim_names") else place_ranks
+    ranks = counts[0] if hasattr(mesh, "mesh_dim_names") else counts[0] // check_count("pipe", pipe)
     resolved = resolve(sharing, ranks, tensor=counts[1], precisions=PRECISIONS)
     model = _module_of(model)
     is_module = hasattr(model, "named_parameters")
