@@ -119,11 +119,12 @@ def test_a_candidate_is_the_plan_of_its_options(schedule: str) -> None:
         ({"pipe": 2, "micro_batches": 2, "chunks": 2}, "'1f1b' has one chunk"),
         ({"pipe": 2, "micro_batches": 2, "reduce": "never"}, "reduce must be 'last' or 'each'"),
         ({"pipe": 2, "micro_batches": 2, "no_sync": True}, "reduce='last' or reduce='each'"),
+        ({"pipe": 2, "micro_batches": 2, "parameters": "until-backward"}, "are not planned: plan 'sharded'"),
         ({"pipe": 3, "micro_batches": 3}, "pipe=3 places must divide the 8"),
         ({"pipe": 8, "micro_batches": 16, "schedule": "interleaved"}, "12 blocks, too few for a pipe of 16 chunks"),
     ],
 )
-def test_a_pipe_that_zs_pipeline_refuses_is_refused(options: dict[str, Any], text: str) -> None:
+def test_what_cannot_run_or_be_planned_is_refused(options: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         zs.plan("gpt2", world_size=8, **options)
 

@@ -33,7 +33,12 @@ def timed(jobs: Sequence[Job], options: Options, quick: Sequence[Job] = ()) -> l
 
     Args:
         quick: the same with coarse units, which take as long.
+
+    Raises:
+        ValueError: units stay whole after their use, so what a pass gathers depends on the passes before it.
     """
+    if any(unit.is_held for job in jobs for unit in job.units):
+        raise ValueError("parameters= of a pipe that stay whole after their use are not planned: plan 'sharded'.")
     schedule = training_of(options.schedule, options.pipe, options.micro_batches, options.chunks)
     spans, end_s = _played(schedule, [(job, make_film(job)) for job in quick or jobs], options)
     found = list[Job]()
