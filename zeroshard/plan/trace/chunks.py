@@ -138,7 +138,8 @@ class _Depart(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, token: Tensor, grads: Sequence[Tensor], held: object, *tensors: Tensor) -> Any:
-        ctx.grads, ctx.held = grads, held  # what is sent is kept until the backward ends
+        # What is sent is kept until the backward ends. Autograd adds nothing to a gradient whose memory others have.
+        ctx.grads, ctx.held = grads, (held, [one.detach() for one in grads])
         return torch.zeros_like(token)
 
     @staticmethod
