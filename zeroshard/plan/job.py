@@ -21,7 +21,7 @@ from zeroshard.plan.shape.shapes import Transformer
 from zeroshard.plan.shape.tape import Parts, coarse, instructions
 from zeroshard.plan.shape.transformer import Kernels, Workload, cached_tapes
 from zeroshard.plan.step.rank_job import Account, Job, Piped, account_of
-from zeroshard.plan.step.script import Call
+from zeroshard.plan.step.script import Call, script_of
 from zeroshard.table.activations import Activations, Chain, Offloaded, Partitioned, Recomputed, fits
 from zeroshard.table.bytes import Updates
 from zeroshard.table.cells import Residency
@@ -330,7 +330,11 @@ def job_of_shape(
     border_bytes = load.tokens * model.hidden * load.itemsize // (options.tensor if load.is_sequence_parallel else 1)
     border = [("hidden states", border_bytes)]
     messages = {(kind, chunk): border for kind in RECEIVES for chunk in range(schedule.all_chunks)}
-    chunks = {one: dataclasses.replace(job, calls=[*calls_of(layers[one])]) for one in schedule.chunks_of(place)}
+    ends = [border_bytes] * (schedule.all_chunks - 1) + [0]
+    chunks = {
+        one: dataclasses.replace(job, script=script_of([*calls_of(layers[one])], ends[one]))
+        for one in schedule.chunks_of(place)
+    }
     tied = [unit for unit in specs if model.is_tied and unit.name.endswith(EMBEDDINGS)]
     return dataclasses.replace(job, pipe=Piped(schedule, place, chunks, messages, tied_bytes_of(tied)))
 

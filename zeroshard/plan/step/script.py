@@ -72,11 +72,15 @@ def mark(kind: MarkKind, unit: int) -> Entry:
     return unit, BY_MARK[kind]
 
 
-def script_of(calls: Sequence[Call]) -> Script:
+def script_of(calls: Sequence[Call], border_bytes: int = 0) -> Script:
     """Return the script of a model that uses units one after the other, inside the root.
 
     A unit may be used several times. The first gradients in a backward are those outside units, and their reduction
     is the last one.
+
+    Args:
+        border_bytes: of the output of a chunk of a pipe that is not the last: its gradient is a message, to which
+            autograd adds nothing in place.
     """
     forward, backward = [mark("need", ROOT)], [mark("need", ROOT)]
     numbers: list[dict[int, int]] = []
@@ -88,7 +92,9 @@ def script_of(calls: Sequence[Call]) -> Script:
         given = numbers[-1].get(call.parts.output, place * STRIDE + call.parts.output)
         forward.append(mark("leave", call.unit))
     forward.append(mark("close", ROOT))
-    loss, given = given, NOTHING
+    loss, given = given, len(calls) * STRIDE if border_bytes else NOTHING
+    if border_bytes:
+        backward.append((ROOT, Instruction("make", "gradients of the border", given, border_bytes)))
     first = {call.unit: place for place, call in reversed([*enumerate(calls)])}
     for place, call in reversed([*enumerate(calls)]):
         own = numbers[place] | {GIVEN: given}
