@@ -4,9 +4,7 @@
 is in `tools/explore/run.py`. Faults that are planted in the protocol must be found, in seconds.
 """
 
-import inspect
 import itertools
-import types
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -20,6 +18,8 @@ from tools.explore.run import Outcome, chooser, order_module, run
 from tools.explore.work import crew, exhaust, randomly, shrink
 from zeroshard.core import passes
 from zeroshard.table.schedule import ROOT, Schedule
+
+from .changed import changed
 
 PARTS, PROGRAMS = 4, 750
 """Random programs in each part: what ten seconds of a processor allow."""
@@ -262,15 +262,6 @@ def second_events(outcome: Outcome) -> list[list[Any]]:
 
 
 # -- planted faults ---------------------------------------------------------------------------------------------------
-
-
-def changed(module: types.ModuleType, right: str, wrong: str) -> dict[str, Any]:
-    """Return the names of a copy of a module, in whose code one place is changed."""
-    source = inspect.getsource(module)
-    assert source.count(right) == 1, f"{right!r} is {source.count(right)} times in {module.__name__}"
-    names = {"__name__": module.__name__}
-    exec(compile(source.replace(right, wrong), str(module.__file__), "exec"), names)
-    return names
 
 
 def without_flush(patch: pytest.MonkeyPatch) -> None:

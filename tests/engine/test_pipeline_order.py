@@ -4,12 +4,10 @@ The runner, the engine and autograd run as they are, over messages and collectiv
 hold is in `tools/explore/pipe_run.py`. Faults that are planted in the product must be found.
 """
 
-import inspect
 import types
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import islice
-from typing import Any
 
 import pytest
 
@@ -26,6 +24,8 @@ from tools.explore.pipe_run import failures_of, run_pipe
 from tools.explore.work import crew, pipes_randomly, shrink
 from zeroshard.core import order, votes
 from zeroshard.parallel import mail, runner, tied
+
+from .changed import changed
 
 NESTED = (1, 2, -2, -1)
 """Its forward follows the record of `(1, 2)`, one after the other, and its backward leaves that."""
@@ -75,15 +75,6 @@ def test_a_pipeline_is_drawn_alike_from_its_seed_and_written_as_json(seed: int) 
 
 
 # -- planted faults ---------------------------------------------------------------------------------------------------
-
-
-def changed(module: types.ModuleType, right: str, wrong: str) -> dict[str, Any]:
-    """Return the names of a copy of a module, in whose code one place is changed."""
-    source = inspect.getsource(module)
-    assert source.count(right) == 1, f"{right!r} is {source.count(right)} times in {module.__name__}"
-    names = {"__name__": module.__name__}
-    exec(compile(source.replace(right, wrong), str(module.__file__), "exec"), names)
-    return names
 
 
 Plant = Callable[[pytest.MonkeyPatch], None]

@@ -214,7 +214,7 @@ def test_a_value_that_is_no_number_changes_nothing_and_its_place_is_named() -> N
 
 
 def overflow(stage: int) -> list[Any]:
-    """Train in fp16; one place has a value that is no number in its second step. Runs on a rank."""
+    """Train in fp16; the loss of one rank is NaN in the second step. Runs on a rank."""
     mesh, fault = init_device_mesh("cpu", (PLACES, DATA), mesh_dim_names=("pipe", "shard")), Fault("nan", 3, "loss", 1)
     torch.manual_seed(7)
     model, number = models.Stack(depth=DEPTH), torch.distributed.get_rank()

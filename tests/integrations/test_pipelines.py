@@ -21,18 +21,7 @@ REFUSED = "t5"
 
 
 def gemma2() -> transformers.PretrainedConfig:
-    return transformers.Gemma2Config(
-        vocab_size=tiny.VOCABULARY,
-        hidden_size=24,
-        intermediate_size=40,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=6,
-        max_position_embeddings=16,
-        sliding_window=4,
-        pad_token_id=0,
-    )
+    return tiny.decoder(transformers.Gemma2Config, head_dim=6, sliding_window=4, pad_token_id=0)
 
 
 def kinds() -> dict[str, tiny.Kind]:

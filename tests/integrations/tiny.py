@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import transformers
@@ -50,8 +51,9 @@ def gpt2() -> transformers.PretrainedConfig:
     return transformers.GPT2Config(vocab_size=VOCABULARY, n_positions=16, n_embd=24, n_layer=2, n_head=2)
 
 
-def llama() -> transformers.PretrainedConfig:
-    return transformers.LlamaConfig(
+def decoder(kind: type[transformers.PretrainedConfig], **more: Any) -> transformers.PretrainedConfig:
+    """Return the configuration of two layers of a decoder with grouped heads."""
+    return kind(
         vocab_size=VOCABULARY,
         hidden_size=24,
         intermediate_size=40,
@@ -59,21 +61,16 @@ def llama() -> transformers.PretrainedConfig:
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=16,
+        **more,
     )
+
+
+def llama() -> transformers.PretrainedConfig:
+    return decoder(transformers.LlamaConfig)
 
 
 def qwen3() -> transformers.PretrainedConfig:
-    return transformers.Qwen3Config(
-        vocab_size=VOCABULARY,
-        hidden_size=24,
-        intermediate_size=40,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=6,
-        max_position_embeddings=16,
-        tie_word_embeddings=True,
-    )
+    return decoder(transformers.Qwen3Config, head_dim=6, tie_word_embeddings=True)
 
 
 def mixtral() -> transformers.PretrainedConfig:

@@ -316,6 +316,7 @@ def test_the_plan_is_the_trace_of_replicas(stage: int, is_shared: bool) -> None:
         ("a tied head", {"blocks.0": "replicated", "*": "until-backward"}),
         ("a tied head", {"embedding": "until-backward"}),
         ("a block that is skipped", "until-backward"),
+        ("a tied head", "until-step"),
         ("units inside units", {"blocks.0": "replicated", "blocks.2": "until-backward"}),
     ],
 )

@@ -67,7 +67,9 @@ def test_resident_and_transient_bytes_are_those_of_the_table(stage: int, ranks: 
     assert held["padding"] == told["padding"]
 
 
-@pytest.mark.parametrize("kept", ["sharded", "until-backward", {"u[135]": "until-backward", "u2": "replicated"}])
+@pytest.mark.parametrize(
+    "kept", ["sharded", "until-backward", "until-step", {"u[135]": "until-backward", "u2": "replicated"}]
+)
 @pytest.mark.parametrize("wire", [Native(), Messages()])
 def test_transient_bytes_are_those_of_the_table_for_plain_units(wire: Wire, kept: Any) -> None:
     """Each unit used once, without activations: what is whole, lands and travels is what the engine expects."""
@@ -85,6 +87,19 @@ def test_transient_bytes_are_those_of_the_table_for_plain_units(wire: Wire, kept
         now += one.nbytes * (one.column == "transient")
         most = max(most, now)
     assert most == predict(units, updates, wire)["transient"]
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2, 5])
+def test_what_stays_until_the_step_is_gathered_once_and_released_before_the_update(micro_batches: int) -> None:
+    row = row_with_parameters(row_of_stage(3), "until-step")
+    film = make_film(job_of_shape(LLAMA, options(row=row, micro_batches=micro_batches)))
+    assert (
+        film.sent_bytes["shard gather"] == make_film(job_of_shape(LLAMA, options(row=row))).sent_bytes["shard gather"]
+    )
+    whole = Counter[str]()
+    for one in film.events:
+        whole[one.unit] += one.nbytes * (one.what == "whole parameters")
+    assert not any(whole.values())
 
 
 @pytest.mark.parametrize(("stage", "factor"), [(0, 2), (1, 2), (2, 2), (3, 3)])

@@ -49,7 +49,8 @@ def test_verdicts_of_the_frontier_count_what_the_allocator_reserves() -> None:
 
 def test_what_is_allocated_may_fit_where_what_is_reserved_does_not() -> None:
     """Between both lies a device on which the two verdicts differ."""
-    sizes = {"seq": 1024, "batches": (4,), "tensors": (1,), "stages": (3,), "activations": ("keep",), "offload": ()}
+    sizes = {"seq": 1024, "batches": (4,), "tensors": (1,), "pipes": (1,), "stages": (3,), "activations": ("keep",)}
+    sizes["offload"] = ()
     plenty = zs.search("gpt2-xl", world_size=8, device="h100-80", **sizes).frontier[-1]  # type: ignore[arg-type]
     assert plenty.reserved_bytes is not None
     device = plenty.options.device
@@ -82,7 +83,7 @@ def test_a_global_batch_is_kept() -> None:
     found = zs.search("gpt2", world_size=8, global_batch=64, **SMALL)  # type: ignore[arg-type]
     assert {one.options.tokens_per_step for one in found.candidates} == {64 * 1024}
     with pytest.raises(ValueError, match="has sizes that divide"):
-        zs.search("gpt2", world_size=8, global_batch=7, **SMALL)  # type: ignore[arg-type]
+        zs.search("gpt2", world_size=8, global_batch=7, pipes=(1,), **SMALL)  # type: ignore[arg-type]
 
 
 def test_a_search_as_json() -> None:

@@ -62,9 +62,8 @@ class Answer:
     Args:
         names: names of the parameters of the last flags.
         fails: returns whether the result is an error.
-        scale: the loss scale, for the text of the error.
+        error: returns that error, for the name of a parameter.
         doubts: flags of this rank's recomputations, by name; the first of all flags is their maximum over ranks.
-        origin: see `Guard`.
     """
 
     def __init__(
@@ -73,12 +72,10 @@ class Answer:
         names: Sequence[str],
         mesh: Mesh,
         fails: Callable[[], bool],
-        scale: LossScale | None,
+        error: Callable[[str], RuntimeError],
         doubts: Mapping[str, Tensor],
-        origin: Callable[[], str],
     ) -> None:
-        self._flags, self._names, self._mesh, self._fails, self._scale = flags, names, mesh, fails, scale
-        self._origin = origin
+        self._flags, self._names, self._mesh, self._fails, self._error = flags, names, mesh, fails, error
         self._doubts = doubts
         self._process = os.getpid()
 
@@ -101,7 +98,7 @@ class Answer:
             return
         try:
             if (name := self.read()) and self._fails():
-                end_with(not_finite(self._mesh, name, self._scale, self._origin()))
+                end_with(self._error(name))
         except RuntimeError as error:
             end_with(error)
 
@@ -267,8 +264,8 @@ class DeviceGuard(Guard):
             across.flag(elsewhere, "whether gradients are finite at all places")
             found = torch.cat([found[:1], elsewhere, found[1:]])
         # Started before the update, so that the update does not delay the copy.
-        fails = functools.partial(self.is_fatal, scale)
-        answer = Answer(self._read_back(found), names, mesh, fails, scale, doubts, self.origin)
+        fails, error = functools.partial(self.is_fatal, scale), functools.partial(self.error, scale=scale)
+        answer = Answer(self._read_back(found), names, mesh, fails, error, doubts)
         if self.is_awaited(optimizer):
             self.waits += 1
             return answer.read()

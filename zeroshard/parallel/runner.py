@@ -290,7 +290,8 @@ class _Step:
         chunked, (chunk, micro_batch) = self._runner.chunked, turn
         args, kwargs, targets = self._batch.at(micro_batch)
         self._runner.engine.flights.chunk = self._runner.chunks[chunk]
-        followed = self._with_graph(chunk, micro_batch, arrived, learned)
+        take = functools.partial(self._messages.send_gradient, chunk, micro_batch)
+        followed = with_graph(self._token, learned.arrives, arrived, take) if torch.is_grad_enabled() else arrived
         learning = learned if learned.is_known else replace(learned, outputs={})
         try:
             output = chunked.run(chunk, args, kwargs, followed, learning)
@@ -307,18 +308,6 @@ class _Step:
         if not learned.is_known:
             self._messages.learn(chunk, replace(learning, is_known=True, sent=tuple(map(Border.of, outputs))))
         return outputs
-
-    def _with_graph(
-        self, chunk: int, micro_batch: int, arrived: tuple[Tensor, ...], learned: Learned
-    ) -> tuple[Tensor, ...]:
-        """Return the tensors of a border as autograd sees them in the chunk behind it."""
-        if not torch.is_grad_enabled():
-            return arrived
-
-        def take(grads: Sequence[Tensor | None]) -> None:
-            self._messages.send_gradient(chunk, micro_batch, grads)
-
-        return with_graph(self._token, learned.arrives, arrived, take)
 
     def _loss(self, chunk: int, micro_batch: int, output: Any, targets: Any) -> Tensor:
         """Return the loss of a micro-batch, as a part of the mean of all."""

@@ -7,7 +7,7 @@ result of a job (`planning.py`). Needs no torch. Read `film.py` first.
 import dataclasses
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import pairwise
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple, final
@@ -25,7 +25,7 @@ from zeroshard.plan.step.script import Call, script_of
 from zeroshard.table.activations import Activations, Chain, Offloaded, Partitioned, Recomputed, fits
 from zeroshard.table.bytes import Updates
 from zeroshard.table.cells import Residency
-from zeroshard.table.pipeline import RECEIVES, balanced, training_of
+from zeroshard.table.pipeline import RECEIVES, Schedule, balanced, training_of
 from zeroshard.table.settings import WIRE_BYTES
 from zeroshard.table.spec import Formats, UnitSpec, itemsize
 from zeroshard.table.stages import name_of_row
@@ -141,6 +141,11 @@ class Options:
         """Number of ranks over which one replica of the state is sharded."""
         return self.place_ranks // self.tensor // self.replicas
 
+    @cached_property
+    def training(self) -> Schedule:
+        """The schedule of a step, of one place without a pipe; raises as `training_of`."""
+        return training_of(self.schedule, self.pipe, self.micro_batches, self.chunks)
+
     @property
     def place_ranks(self) -> int:
         """Number of ranks at one place of the pipe."""
@@ -215,7 +220,6 @@ def check_options(options: Options) -> None:
     """
     if options.world_size % options.pipe:
         raise ValueError(f"pipe={options.pipe} places must divide the {options.world_size} rank(s).")
-    training_of(options.schedule, options.pipe, options.micro_batches, options.chunks)
     axes_of(options.replicas, options.place_ranks, options.tensor)
     if options.states.whole is not None and options.tensor > 1:
         raise ValueError(
@@ -285,7 +289,7 @@ def job_of_shape(
     check_shape(model, options)
     formats, device = options.formats, options.device
     row = dataclasses.replace(options.placed_row, activations=Activations())
-    schedule = training_of(options.schedule, options.pipe, options.micro_batches, options.chunks)
+    schedule = options.training
     layers = layers_of(model, schedule.all_chunks)
     own = tuple(layer for chunk in schedule.chunks_of(place) for layer in layers[chunk])
     sharding = (model, own, options.tensor, row, formats, options.shard_ranks, options.replicas, rank)
@@ -386,9 +390,10 @@ def check_shape(model: Transformer, options: Options) -> None:
     """Raise if a shape cannot be split or used as requested.
 
     Raises:
-        ValueError: the tensor ranks do not divide heads or widths, or the sequence exceeds the model's positions.
+        ValueError: the tensor ranks do not divide heads or widths, the sequence exceeds the model's positions, or a
+            schedule of the pipe is not supported.
     """
-    layers_of(model, options.pipe * options.chunks)
+    layers_of(model, options.training.all_chunks)
     if options.sequence > model.sequence:
         raise ValueError(
             f"{model.name} takes sequences of at most {model.sequence:,} tokens; got sequence={options.sequence:,}."

@@ -14,7 +14,7 @@ from zeroshard.plan.shape.shapes import Transformer
 from zeroshard.plan.step.film import Film, LaneSpan
 from zeroshard.plan.step.rank_job import Job
 from zeroshard.plan.step.simulate import make_film
-from zeroshard.table.pipeline import RECEIVES, Kind, Schedule, Spans, play, training_of
+from zeroshard.table.pipeline import RECEIVES, Kind, Schedule, Spans, play
 
 __all__ = ["jobs_of_places", "joined", "quick_film", "timed"]
 
@@ -39,7 +39,7 @@ def timed(jobs: Sequence[Job], options: Options, quick: Sequence[Job] = ()) -> l
     """
     if any(unit.is_held for job in jobs for unit in job.units):
         raise ValueError("parameters= of a pipe that stay whole after their use are not planned: plan 'sharded'.")
-    schedule = training_of(options.schedule, options.pipe, options.micro_batches, options.chunks)
+    schedule = options.training
     spans, end_s = _played(schedule, [(job, make_film(job)) for job in quick or jobs], options)
     found = list[Job]()
     for job, one in zip(jobs, spans, strict=True):
@@ -55,7 +55,7 @@ def quick_film(shape: Transformer, options: Options) -> tuple[Job, Film, float]:
     Of places with equal layers, the first one is simulated: it has the most micro-batches in flight. With "1f1b" these
     are no more than places, as are gradients under way, so the film has no more than both.
     """
-    schedule = training_of(options.schedule, options.pipe, options.micro_batches, options.chunks)
+    schedule = options.training
     if options.schedule == "1f1b":
         options = dataclasses.replace(options, micro_batches=min(options.micro_batches, 2 * options.pipe + 1))
     layers, kinds = layers_of(shape, schedule.all_chunks), dict[tuple[object, ...], tuple[Job, Film]]()

@@ -348,7 +348,7 @@ def plan_module(
             from zeroshard.parallel.cut import cut_model
             from zeroshard.plan.trace.chunks import Chunks, at_place
 
-            schedule = training_of(options.schedule, options.pipe, options.micro_batches, options.chunks)
+            schedule = options.training
             found = cut_model(model, cut, schedule.all_chunks)
             learned = learn_chunks(model, found, schedule, options, given, loss, personality, reads)
             for place in range(options.pipe):

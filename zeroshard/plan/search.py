@@ -253,22 +253,12 @@ SHOWN: Final = 12
 
 def _render(found: Search) -> str:
     """Return the frontier and the best plan of a search."""
-    heads = (
-        "ranks",
-        "row",
-        "copies",
-        "tensor",
-        "pipe",
-        "micro-batch",
-        "activations",
-        "GiB reserved",
-        "tokens/s a rank",
-        "",
-    )
+    named = ("ranks", "row", "copies", "tensor", "pipe", "micro-batch", "activations")
+    heads = (*named, "GiB reserved", "tokens/s a rank", "")
     shown = thinned(found.frontier, SHOWN)
     rows = [
         (
-            *(str(one.options.words()[name]) for name in heads[:7]),
+            *(str(one.options.words()[name]) for name in named),
             f"{(one.reserved_bytes or one.peak_bytes) / 2**30:.1f}",
             f"{one.tokens_per_s / one.options.world_size:,.0f}",
             one.verdict,

@@ -56,9 +56,9 @@ class Record:
     """Units that stayed gathered on this rank while others were gathered and released: tied and nested units. They do
     not count in the window, where the next unit would wait for them."""
     held: frozenset[int] = frozenset()
-    """Units that stay gathered from a forward to its backward."""
+    """Units that stay gathered after the pass: from a forward to its backward, or until the step."""
     carried: frozenset[int] = frozenset()
-    """Units that are gathered when the pass begins, equal on all ranks: an earlier forward kept them."""
+    """Units that are gathered when the pass begins, equal on all ranks: an earlier pass kept them."""
 
 
 class Schedule:

@@ -113,6 +113,12 @@ class Passes:
         stop_s = self._clock.collect("gather", spec.name, gather, not_before_s=brought_s)
         self._whole[spec.number] = _Whole(storages, stop_s, brought_s)
 
+    def let_go(self) -> None:
+        """Release the units that stay whole until the step."""
+        for unit in [*self._whole]:
+            for storage in self._whole.pop(unit).storages:
+                self._storages.drop(storage)
+
     # -- what the model does ------------------------------------------------------------------------------------------
 
     def _run(self, spec: UnitSpec, one: Instruction) -> None:

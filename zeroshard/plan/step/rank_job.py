@@ -171,14 +171,15 @@ class Job:
         return script_of(self.calls) if self.script is None else self.script
 
     @cached_property
-    def passes(self) -> tuple[Steady, Steady]:
-        """The forward and the backward of the steady state, with reductions."""
-        return steady_passes(self.units, self.told.uses)
+    def _passes(self) -> dict[tuple[bool, bool], tuple[Steady, Steady]]:
+        return {}
 
-    @cached_property
-    def unreduced_passes(self) -> tuple[Steady, Steady]:
-        """Those of a micro-batch whose gradients stay with the rank."""
-        return steady_passes(self.units, self.told.uses, is_reduced=False)
+    def passes(self, *, is_reduced: bool, is_first: bool = True) -> tuple[Steady, Steady]:
+        """Return the forward and the backward of a micro-batch in the steady state; see `steady_passes`."""
+        key = is_reduced, is_first
+        if key not in self._passes:
+            self._passes[key] = steady_passes(self.units, self.told.uses, is_reduced=is_reduced, is_first=is_first)
+        return self._passes[key]
 
     @cached_property
     def sums(self) -> Account:

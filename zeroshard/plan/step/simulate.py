@@ -18,6 +18,7 @@ from zeroshard.plan.step.staging import buffer_bytes, file_staging_bytes
 from zeroshard.plan.step.storages import Storages
 from zeroshard.plan.step.updating import update
 from zeroshard.table.step import Phase as PassPhase
+from zeroshard.table.step import Steady
 
 __all__ = ["make_film", "resident_bytes"]
 
@@ -126,11 +127,12 @@ class _Rank:
             self._play_place(phases, self.place)
         for number in range(count if self.place is None else 0):
             before_it = _totals(clock)
-            self._play_micro_batch(phases, is_reduced=number == count - 1 or not job.no_sync)
+            self._play_micro_batch(phases, is_reduced=number == count - 1 or not job.no_sync, is_first=number == 0)
             if number == 1:
                 repeated = _totals(clock)
                 repeated.subtract(before_it)
         start_s, offload_s = clock.now_s, clock.offload_s
+        self._passes.let_go()
         if is_first:
             self._make_states()
         update(job, clock, self.storages, self.elsewhere, self._passes.landing.used)
@@ -159,10 +161,10 @@ class _Rank:
             job.device.is_cpu,
         )
 
-    def _play_micro_batch(self, phases: list[Phase], *, is_reduced: bool) -> None:
+    def _play_micro_batch(self, phases: list[Phase], *, is_reduced: bool, is_first: bool) -> None:
         job, inputs = self._job, self.storages.make(self._job.input_bytes, "activations", "", "inputs")
         for phase in PHASES:
-            self._play(phases, job, phase, is_reduced=is_reduced)
+            self._play(phases, job, phase, job.passes(is_reduced=is_reduced, is_first=is_first))
         self.storages.drop(inputs)
 
     def _play_place(self, phases: list[Phase], place: Place) -> None:
@@ -171,19 +173,19 @@ class _Rank:
 
         def play(chunk: int, micro_batch: int, phase: PassPhase, numbers: dict[int, int]) -> None:
             assert pipe is not None
-            self._passes.numbers = numbers
-            self._play(phases, pipe.chunks[chunk], phase, is_reduced=micro_batch == last or not no_sync)
+            self._passes.numbers, own = numbers, pipe.chunks[chunk]
+            self._play(phases, own, phase, own.passes(is_reduced=micro_batch == last or not no_sync))
 
         place.run(play)
         self.storages.drop(inputs)
 
-    def _play(self, phases: list[Phase], job: Job, phase: PassPhase, *, is_reduced: bool) -> None:
+    def _play(self, phases: list[Phase], job: Job, phase: PassPhase, steady: tuple[Steady, Steady]) -> None:
         """Play a pass.
 
         Args:
             job: that has its script.
         """
-        start_s, (forward, backward) = self._clock.now_s, job.passes if is_reduced else job.unreduced_passes
+        start_s, (forward, backward) = self._clock.now_s, steady
         if phase == "forward":
             self._passes.play(job.told.forward, forward, phase)
         else:
