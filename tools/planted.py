@@ -406,7 +406,7 @@ ENGINE = (
     Bug(
         "a unit that is held to its backward is released",
         "table/schedule.py",
-        "if unit in self.held:",
+        "if unit in self.held and self.keeps:",
         "if False:",
         "tests/table/test_schedule.py::test_a_held_unit_that_a_rank_skips_stays_whole_too",
     ),

@@ -13,11 +13,11 @@ from zeroshard.plan.planning import plan_shape, shape_of
 from zeroshard.plan.search import frontier_of
 from zeroshard.plan.trying import candidate_of
 
-SMALL = {"device": "a100-40", "seq": 1024, "batches": (1, 4), "tensors": (1, 2)}
+SMALL = {"device": "a100-40", "seq": 1024, "batches": (1, 4), "tensors": (1, 2), "pipes": (1,)}
 
 
 def test_a_candidate_is_the_plan_of_its_options() -> None:
-    found = zs.search("gpt2-xl", world_size=8, **SMALL)  # type: ignore[arg-type]
+    found = zs.search("gpt2-xl", world_size=8, **SMALL | {"pipes": (1, 2)})  # type: ignore[arg-type]
     shape = shape_of("gpt2-xl")
     for one in found.candidates[:: max(1, len(found.candidates) // 6)]:
         plan = plan_shape(shape, one.options)
@@ -73,7 +73,7 @@ def test_the_best_fits_and_is_the_fastest() -> None:
 
 @pytest.mark.rotates
 def test_none_may_fit() -> None:
-    found = zs.search("llama-3-405b", world_size=8, device="v100-32", seq=1024, batches=(1,), tensors=(1,))
+    found = zs.search("llama-3-405b", world_size=8, device="v100-32", seq=1024, batches=(1,), tensors=(1,), pipes=(1,))
     assert found.best == {8: None}
     assert "none" in str(found)
 
@@ -83,7 +83,7 @@ def test_a_global_batch_is_kept() -> None:
     found = zs.search("gpt2", world_size=8, global_batch=64, **SMALL)  # type: ignore[arg-type]
     assert {one.options.tokens_per_step for one in found.candidates} == {64 * 1024}
     with pytest.raises(ValueError, match="has sizes that divide"):
-        zs.search("gpt2", world_size=8, global_batch=7, pipes=(1,), **SMALL)  # type: ignore[arg-type]
+        zs.search("gpt2", world_size=8, global_batch=7, **SMALL)  # type: ignore[arg-type]
 
 
 def test_a_search_as_json() -> None:
@@ -126,6 +126,7 @@ def test_offload_is_the_best_where_nothing_fits_without() -> None:
 def test_offload_is_taken_where_it_is_faster() -> None:
     """Without offload only the whole recomputation fits, or so."""
     sizes: dict[str, Any] = {"world_size": 8, "seq": 4096, "tensors": (1,), "batches": (1, 2), "stages": (2, 3)}
+    sizes |= {"pipes": (1,)}
     device = dataclasses.replace(DEVICES["a100-40"], host_bytes_per_s=450 * 10**9)  # a fast bus
     found = zs.search("llama-3-8b", device=device, **sizes)
     without = zs.search("llama-3-8b", device=device, offload=(), **sizes)

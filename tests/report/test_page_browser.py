@@ -98,7 +98,7 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     asked = {"world_size": 8, "device": "h100-80", "seq": 4096}
     made = {
         "plan": zs.plan("llama-2-7b", batch=2, activations="recompute", **asked).to_json(),
-        "search": zs.search("llama-2-7b", batches=(1, 2, 4), **asked).to_json(),
+        "search": zs.search("llama-2-7b", batches=(1, 2, 4), pipes=(1,), **asked).to_json(),
         "scorecard": json.loads(scorecard(SAMPLE).to_json()),
     }
     for name, data in made.items():
