@@ -176,8 +176,7 @@ def make_plan(
     axes = dict(resolved.axes)
     if pipe not in (1, places := axes.get("pipe", pipe)):
         raise ValueError(f"pipe={pipe}, but mesh= has {places} rank(s) along 'pipe'. Leave pipe= out.")
-    micro_batches = check_count("micro_batches", micro_batches)
-    training = training_of(schedule, places, micro_batches, chunks, reduce)
+    training = training_of(schedule, places, check_count("micro_batches", micro_batches), chunks, reduce)
     if places > 1 and no_sync:
         raise ValueError("no_sync=True is of loops over micro-batches; a pipe has reduce='last' or reduce='each'.")
     options = Options(
