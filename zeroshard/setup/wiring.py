@@ -89,8 +89,8 @@ def _hang(
         is_trainable = parameter.requires_grad
         keep(handle := parameter.requires_grad_(True).register_post_accumulate_grad_hook(landed))
         # Before the hooks of the user: if those raise, the gradient is in the bucket, where zero_grad() drops it.
-        for earlier in list(hooks := handle.hooks_dict_ref())[:-1]:
-            hooks[earlier] = hooks.pop(earlier)  # torch calls them in the order of insertion, not of `move_to_end`
+        for earlier in list(queue := handle.hooks_dict_ref())[:-1]:
+            queue[earlier] = queue.pop(earlier)  # torch calls them in the order of insertion, not of `move_to_end`
         parameter.requires_grad_(is_trainable)
     if tables := [p for p in parameters if len(slot_of(p).bucket.parameters) == 1]:
         for part in parts:
