@@ -279,6 +279,15 @@ class Pipeline:
         batch = self._batch(inputs, targets, self._runner.training.micro_batches)
         return self._runner.step(batch, is_last=last).as_subclass(StepLoss)
 
+    @property
+    def idle(self) -> float | None:
+        """The part of the last step or evaluation, from 0 to 1, in which this rank waited for other places.
+
+        The step ends when all places have made their last backward. None before the first step. On a device the waits
+        are those of the stream that computes, and reading them waits for the device.
+        """
+        return self._runner.mail.waits.part()
+
     def evaluate(self, inputs: Any, targets: Any = None, *, loss: Loss | None = None) -> Tensor:
         """Return the mean loss of a batch, without gradients, in fp64, equal on every rank; call `model.eval()` before.
 

@@ -111,6 +111,8 @@ class Terminal:
             self._console.rule()
         self._console.print(_memory_table(summary.ranks))
         self._console.print(_traffic_table(summary.ranks))
+        if summary.pipe > 1:
+            self._console.print(_places_table(summary))
         if summary.plan:
             self._console.print(_plan_table(summary.plan))
         if summary.profile:
@@ -145,6 +147,29 @@ def _traffic_table(ranks: Sequence[RankBytes]) -> Table:
     for rank, of_rank in enumerate(ranks):
         _add_pair(table, rank, of_rank.predicted_sent_bytes, of_rank.sent_bytes, kinds)
         table.add_row("  outside steps", *(f"{of_rank.other_sent_bytes.get(kind, 0):,}" for kind in kinds))
+    return table
+
+
+def _places_table(summary: Summary) -> Table:
+    """Return a table of the places of a pipeline: how long they wait for each other, and the memory of a rank."""
+    title = f"Places of the pipeline: {summary.schedule}, {summary.micro_batches} micro-batches a step"
+    table = _make_table(title, ("idle, planned", "idle", "bytes of a rank, predicted", "measured"))
+    planned = summary.plan.get("predicted", {}).get("idle", [])
+    each = summary.world_size // summary.pipe
+    for place in range(summary.pipe):
+        own = range(place * each, (place + 1) * each)
+        ranks = f"ranks {own[0]} to {own[-1]}" if each > 1 else f"rank {own[0]}"
+        waited = [summary.idle[rank] for rank in own if summary.idle]
+        held = [
+            max(sum(getattr(summary.ranks[rank], name).values()) for rank in own)
+            for name in ("predicted_bytes", "resident_bytes")
+        ]
+        table.add_row(
+            f"place {place}, {ranks}",
+            f"{planned[place]:.1%}" if planned else "-",
+            f"{sum(waited) / each:.1%}" if waited else "-",
+            *(f"{nbytes:,}" for nbytes in held),
+        )
     return table
 
 

@@ -173,7 +173,8 @@ def _told(is_terminal):
         terminal.finished(
             Summary(
                 "x", "a model", False, 2, [], 1, 10, 2, 1, "stage 1", 3.25, 1.5, 2.125, 20, 1000.0, 180.0, 185.0,
-                [of_rank, of_rank], {}, "[b]sample", {}, "[rank 0/2] a profile",
+                [of_rank, of_rank], {}, "[b]sample", {}, "[rank 0/2] a profile", pipe=2, schedule="1f1b",
+                micro_batches=4, idle=[0.25, 0.5],
             )
         )  # fmt: skip
     return out.getvalue()
@@ -197,6 +198,8 @@ def test_what_a_person_sees(is_terminal):
     assert ["rank 0 predicted", "4,321", "1,234", "-"] in rows
     assert ["measured", "4,321", "1,234", "56"] in rows
     assert ["outside steps", "8", "0", "0"] in rows
+    assert "Places of the pipeline: 1f1b, 4 micro-batches a step" in plain
+    assert ["place 1, rank 1", "-", "50.0%", "3,000,071", "3,000,071"] in rows
     if is_terminal:
         assert "step 2/2" in plain
         assert told.count("\x1b[?25h") == told.count("\x1b[?25l") == 1

@@ -63,6 +63,12 @@ def test_a_pipeline_trains_as_one_rank_does(tmp_path: Path) -> None:
         assert actual == pytest.approx(losses, rel=1e-5), name
         assert actual_score == pytest.approx(score, rel=1e-5), name
         assert summary["sample"].startswith("The "), name
+        assert (summary["pipe"], summary["micro_batches"]) == (2, 4), name
+        assert len(summary["idle"]) == ranks, name
+        assert all(0 < part < 1 for part in summary["idle"]), name
+        plan = summary["plan"]
+        for column in ("states", "gradients", "padding"):
+            assert plan["predicted"]["resident_bytes"][column] == plan["measured"]["resident_bytes"][column], name
 
 
 @pytest.mark.parametrize(
@@ -72,7 +78,6 @@ def test_a_pipeline_trains_as_one_rank_does(tmp_path: Path) -> None:
         (["run.ranks=4", "run.pipe=2", "run.tensor=2"], "run.pipe=2 with run.tensor=2"),
         (["run.ranks=2", "run.pipe=2", "train.accumulation=2"], "a pipeline cuts a batch into run.micro_batches"),
         (["run.ranks=4", "run.pipe=2", "train.batch=12"], "set train.batch to a multiple of 8"),
-        (["run.ranks=2", "run.pipe=2", "zero.stage=auto"], "a plan, which does not know pipelines"),
         (["run.ranks=2", "run.pipe=2", "run.schedule=2f2b"], "run.schedule"),
     ],
 )

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from zeroshard.parallel.chunked import Border
+from zeroshard.parallel.waits import Waits
 from zeroshard.table.pipeline import Kind
 from zeroshard.wire.comm import Comm, Pending, Tag
 
@@ -44,12 +45,14 @@ class Incoming:
     """A message that is being received."""
 
     tensors: tuple[Tensor, ...]
+    waits: Waits
     pending: list[Pending] = field(default_factory=list)
 
     def wait(self) -> tuple[Tensor, ...]:
         """Wait for the message, and return its tensors."""
-        for one in self.pending:
-            one.wait()
+        with self.waits.waiting():
+            for one in self.pending:
+                one.wait()
         self.pending = []
         return self.tensors
 
@@ -73,6 +76,7 @@ class Mail:
         """Activations under way, by chunk and micro-batch."""
         self._gradients: deque[list[tuple[Pending, Tensor]]] = deque()
         self._calls = 0
+        self.waits = Waits(comm.mesh.device)
 
     def begin(self) -> None:
         """Begin a step or an evaluation: its messages are others than those before."""
@@ -83,7 +87,7 @@ class Mail:
     def finish(self) -> None:
         """Wait for everything that was sent."""
         for one in [*self._outputs.values(), *self._gradients]:
-            _end(one)
+            self._end(one)
         self._outputs, self._gradients = {}, deque()
 
     def _tag(self, kind: Kind, chunk: int, micro_batch: int, number: int) -> Tag:
@@ -123,16 +127,21 @@ class Mail:
             return
         self._gradients.append(works)
         if len(self._gradients) > self._most:
-            _end(self._gradients.popleft())
+            self._end(self._gradients.popleft())
 
     def has_arrived(self, chunk: int, micro_batch: int) -> None:
         """Note that the next chunk has received an output: its gradient is here."""
-        _end(self._outputs.pop((chunk, micro_batch), []))
+        self._end(self._outputs.pop((chunk, micro_batch), []))
+
+    def _end(self, works: Sequence[tuple[Pending, Tensor]]) -> None:
+        with self.waits.waiting():
+            for pending, _ in works:
+                pending.wait()
 
     def receive(self, kind: Kind, chunk: int, micro_batch: int, borders: Sequence[Border]) -> Incoming:
         """Begin to receive the input of a chunk, or the gradients of its output."""
         source = chunk + 1 if kind is Kind.RECEIVE_GRADIENT else chunk - 1
-        incoming = Incoming(tuple(self._take(border) for border in borders))
+        incoming = Incoming(tuple(self._take(border) for border in borders), self.waits)
         for number, tensor in enumerate(incoming.tensors):
             tag = self._tag(kind, chunk, micro_batch, number)
             incoming.pending.append(self._comm.receive(tensor, self._rank(source), tag))
@@ -189,18 +198,14 @@ class Mail:
         """Return what the chunk before tells: the checksum of shapes, and the rest, or `NOTHING`."""
         tags = [self._tag(Kind.RECEIVE_INPUT, chunk, micro_batch, TENSORS - 1 - number) for number in range(2)]
         head = torch.zeros(2, dtype=torch.int64, device="cpu")
-        self._comm.receive(head, self._rank(chunk - 1), tags[0]).wait()
+        with self.waits.waiting():
+            self._comm.receive(head, self._rank(chunk - 1), tags[0]).wait()
         shapes, size = head.tolist()
         if not size:
             return shapes, NOTHING
         body = torch.empty(size, dtype=torch.uint8, device="cpu")
         self._comm.receive(body, self._rank(chunk - 1), tags[1]).wait()
         return shapes, _decoded(json.loads(bytes(body.tolist())))
-
-
-def _end(works: Sequence[tuple[Pending, Tensor]]) -> None:
-    for pending, _ in works:
-        pending.wait()
 
 
 def _encoded(value: Any) -> Any:

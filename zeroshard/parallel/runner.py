@@ -170,6 +170,8 @@ class _Step:
         if self._has_grad:
             self._runner.tied.check_dropped()
         self._runner.finite.begin()
+        waits = self._runner.mail.waits
+        waits.begin()
         self._comparing(self._runner.compared.check)
         for at, action in enumerate(actions):
             if action.kind in RECEIVES:
@@ -187,7 +189,9 @@ class _Step:
         is_summed = self._has_grad and self._is_last
         if is_summed and not self._failure and (missing := self._runner.tied.missing()):
             self._failure = f"{engine.mesh} {missing}"
-        self._agree()
+        with waits.waiting():
+            self._agree()
+        waits.end()
         if is_summed:
             self._runner.tied.add_up()
         told = torch.stack([self._total, self._runner.finite.first(), self._batch.checksum(engine.mesh.device)])

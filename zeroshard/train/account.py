@@ -55,6 +55,7 @@ def summarize(run: Run, sample: str, profile: str, is_interrupted: bool) -> Summ
     """Summarize the run. Collective: all-gathers of the ranks' bytes; every rank must call."""
     config, tally = run.config, run.tally
     last, tokens = tally.last_eval, tally.steps * tokens_per_step(config)
+    has_pipe = config.run.pipe > 1
     return Summary(
         name=config.run.name,
         model=run.language.description,
@@ -80,7 +81,17 @@ def summarize(run: Run, sample: str, profile: str, is_interrupted: bool) -> Summ
         versions=_versions(),
         profile=profile,
         plan=_compare(run),
+        pipe=config.run.pipe,
+        schedule=config.run.schedule if has_pipe else "",
+        micro_batches=config.run.micro_batches if has_pipe else 0,
+        idle=_idle(run) if has_pipe and tally.idle else [],
     )
+
+
+def _idle(run: Run) -> list[float]:
+    """Return the part of the last steps in which each rank waited. Collective: an all-gather of 8 bytes."""
+    mine = torch.tensor([statistics.fmean(run.tally.idle)], dtype=torch.float64, device=run.mesh.device)
+    return [float(one) for one in zs.gather_across_ranks(mine).flatten()]
 
 
 def _compare(run: Run) -> Mapping[str, Any]:
@@ -88,8 +99,6 @@ def _compare(run: Run) -> Mapping[str, Any]:
     tally = run.tally
     if run.mesh.rank or not tally.steps_of_start:
         return {}
-    if run.pipe is not None:
-        return {"problem": "plans do not know pipelines"}
     held = {column: run.zero.memory().resident_bytes[column] for column in _RESIDENT}
     held["parameters"] += sum(buffer.nbytes for buffer in run.model.buffers())
     peak_bytes = torch.cuda.max_memory_allocated() if run.mesh.device.type == "cuda" else None

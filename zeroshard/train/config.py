@@ -315,8 +315,7 @@ class Config(_Section):
         if tensor > 1:
             treatments = "" if self.hf_folder else self.zero.residency or self.zero.activations
             check_split(tensor, self.train.optimizer, treatments, compiles=self.train.compile_blocks)
-        has_auto = AUTO in (self.zero.stage, self.zero.offload)
-        check_pipe(resolved.train.batch, resolved.run, accumulation=accumulation, has_auto=has_auto)
+        check_pipe(resolved.train.batch, resolved.run, accumulation=accumulation)
         return self
 
 

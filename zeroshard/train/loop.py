@@ -234,6 +234,8 @@ def _count(run: Run, before: Counter[str], loss: float, step_s: float, memory: z
     tally = run.tally
     tally.steps += 1
     tally.losses.append(loss)
+    if run.pipe is not None and (idle := run.pipe.idle) is not None:
+        tally.idle.append(idle)
     tally.train_s += step_s
     tally.memory = memory
     tally.sent_bytes += Counter(run.zero.traffic().sent_bytes) - before

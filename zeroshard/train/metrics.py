@@ -114,6 +114,10 @@ class Summary:
         resumed_at: number of steps done at each resume; `ranks` counts from the last resume.
         depth: depth of a GPT; None for other models.
         tensor: number of ranks that split a layer, of `world_size`; each batch is divided over the rest.
+        pipe: number of places of a pipeline, each of which has `world_size / pipe` ranks that follow each other.
+        schedule, micro_batches: of the pipeline; "" and 0 without.
+        idle: by rank, the part of the last steps, up to 50, in which it waited for other places; empty without a
+            pipeline.
         final_train_loss: mean over the last steps, up to 50, in nats per token.
         final_heldout_loss: loss of the last evaluation, in nats per token.
         bits_per_byte: bits per byte of text in the last evaluation; unlike losses, comparable between tokenizers.
@@ -148,6 +152,10 @@ class Summary:
     profile: str = ""
     plan: Mapping[str, Any] = field(default_factory=dict)
     tensor: int = 1
+    pipe: int = 1
+    schedule: str = ""
+    micro_batches: int = 0
+    idle: list[float] = field(default_factory=list)
 
 
 class Reporter(Protocol):

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import zeroshard as zs
 from zeroshard.train.config import AUTO, Config
+from zeroshard.train.models.piped import mean_loss
 from zeroshard.train.run import make_model
 from zeroshard.train.text import open_source
 from zeroshard.train.tokenizer import load_tokenizer
@@ -40,13 +41,15 @@ def plan_run(config: Config, axes: DeviceMesh | None = None) -> tuple[zs.Plan, b
         device, is_timed = zs.host_device(), False
     if device.is_cpu:  # ranks of a host share its memory
         device = replace(device, memory_bytes=device.memory_bytes // config.run.ranks)
-    train, zero, tensor = config.train, config.zero, config.run.tensor
+    train, zero, tensor, pipe = config.train, config.zero, config.run.tensor, config.run.pipe
+    micro_batches = config.run.micro_batches if pipe > 1 else train.accumulation
     # On the rank with the most windows.
-    batch = -(-train.batch // (config.run.ranks // tensor * train.accumulation))
+    batch = -(-train.batch // (config.run.ranks // (tensor * pipe) * micro_batches))
     inputs: Any = None
     if not config.hf_folder:
         with torch.device("meta"):
-            inputs = [torch.zeros((batch, config.model.context), dtype=torch.int64) for _ in range(2)]
+            # The model of a pipe returns logits.
+            inputs = [torch.zeros((batch, config.model.context), dtype=torch.int64)] * (1 if pipe > 1 else 2)
     model, split, around = _model_of(config, axes)
     row: dict[str, Any] = {"stage": zero.stage, "activations": zero.activations}
     if zero.residency:  # it replaces the default stage, not a choice
@@ -61,15 +64,23 @@ def plan_run(config: Config, axes: DeviceMesh | None = None) -> tuple[zs.Plan, b
             **row,
             precision=train.precision,
             offload=zero.offload or None,
-            micro_batches=train.accumulation,
-            no_sync=zero.no_sync,
+            micro_batches=micro_batches,
+            no_sync=zero.no_sync and pipe == 1,
             tensor=tensor,
+            pipe=pipe,
+            schedule=config.run.schedule,
             **split,
             inputs=inputs,
+            loss=_loss_of_logits if pipe > 1 else None,
             optimizer="momentum" if train.optimizer == "sgd" and train.beta1 else train.optimizer,
             fused=train.optimizer in ("adamw", "sgd"),
         )
     return plan, is_timed
+
+
+def _loss_of_logits(output: Any) -> torch.Tensor:
+    logits = output if isinstance(output, torch.Tensor) else output.logits
+    return mean_loss(output, torch.zeros(logits.shape[:-1], dtype=torch.int64, device=logits.device))
 
 
 def _model_of(
@@ -184,15 +195,17 @@ def compare_plan(
         plan, is_timed = plan_run(config, axes)
     except (ValueError, TypeError, RuntimeError, ImportError, OSError) as error:
         return {"problem": str(error).splitlines()[0]}
-    kept = {**plan.resident_bytes, **plan.ranks[0].elsewhere_bytes}
+    first = plan.ranks[0]
+    kept = {**first.resident_bytes, **first.elsewhere_bytes}
     return {
         "device": plan.asked.device.name,
         "predicted": {
             "step_s": plan.step_s if is_timed else None,
             "tokens_per_s": plan.tokens_per_s if is_timed else None,
             "resident_bytes": {name: kept.get(name, 0) for name in resident_bytes},
-            "peak_bytes": plan.allocated_bytes,
+            "peak_bytes": first.allocator_bytes,
             "mapped_bytes": plan.mapped_bytes,
+            "idle": list(plan.idle) if is_timed else [],
         },
         "measured": {
             "step_s": step_s,

@@ -60,14 +60,13 @@ def check_split(tensor: int, optimizer: str, treatments: str, *, compiles: bool)
         )
 
 
-def check_pipe(batch: int, run: Any, *, accumulation: int, has_auto: bool) -> None:
+def check_pipe(batch: int, run: Any, *, accumulation: int) -> None:
     """Raise ValueError if something in the settings cannot be used with a model that is divided over a pipe.
 
     Args:
         batch: windows of a step.
         run: the section `run` of the settings, resolved.
         accumulation: `train.accumulation`.
-        has_auto: whether the stage or the offload is to be chosen.
     """
     if run.pipe == 1:
         return
@@ -88,9 +87,4 @@ def check_pipe(batch: int, run: Any, *, accumulation: int, has_auto: bool) -> No
             f"train.batch={batch} windows cannot be divided into run.micro_batches={run.micro_batches} equal "
             f"micro-batches on each of run.ranks={run.ranks} / run.pipe={run.pipe}; set train.batch to a multiple of "
             f"{parts}"
-        )
-    if has_auto:
-        raise ValueError(
-            f"run.pipe={run.pipe}: zero.stage=auto and zero.offload=auto are chosen by a plan, which does not know "
-            "pipelines; give values"
         )

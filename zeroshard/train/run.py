@@ -175,6 +175,7 @@ class Tally:
     Args:
         steps: number of steps done, including earlier starts.
         losses: losses of the last (up to 50) steps.
+        idle: the part of each of the last (up to 50) steps of this start in which this rank waited for other places.
         train_s: seconds of training steps.
         earlier_s: seconds of earlier starts, up to the checkpoint of the resume.
         resumed_at: number of steps done at each resume.
@@ -185,6 +186,7 @@ class Tally:
 
     steps: int = 0
     losses: deque[float] = field(default_factory=lambda: deque(maxlen=_FINAL_STEPS))
+    idle: deque[float] = field(default_factory=lambda: deque(maxlen=_FINAL_STEPS))
     train_s: float = 0.0
     earlier_s: float = 0.0
     resumed_at: list[int] = field(default_factory=list)
