@@ -25,7 +25,9 @@ from zeroshard.parallel.batch import Batch
 from zeroshard.parallel.chunked import ChunkedModel
 from zeroshard.parallel.cut import Cut, cut_model, is_here, remove_others, stand_in_on
 from zeroshard.parallel.runner import Loss, Runner
+from zeroshard.setup.automatic import STATES_PART, free_bytes
 from zeroshard.setup.request import Request, domain_of, place_of
+from zeroshard.table.bytes import on_device
 from zeroshard.table.errors import RankMismatchError
 from zeroshard.table.pipeline import Schedule, training_of
 from zeroshard.table.settings import Settings
@@ -52,7 +54,7 @@ def pipeline(
     chunks: int | None = None,
     loss: Loss | None = None,
     cut: Sequence[str] | None = None,
-    reduce: Literal["last", "each"] = "last",
+    reduce: Literal["auto", "last", "each"] = "auto",
     recompute: bool = False,
     **options: Any,
 ) -> "Pipeline":
@@ -74,7 +76,8 @@ def pipeline(
         cut: the names of the modules at which the chunks after the first begin, such as ["blocks.6"]. By default blocks
             are divided so that the largest chunk has as few bytes of parameters as possible.
         reduce: "last" reduces gradients with the last micro-batch of a step, and keeps them whole until then; "each"
-            reduces them with each micro-batch.
+            reduces them with each micro-batch. "auto" is "last" if model states and whole gradients fit half of the
+            free memory of each device, and "each" otherwise.
         recompute: whether of each micro-batch a chunk keeps its input alone, and runs again while the gradient is on
             its way. The first micro-batch, and one whose backward follows its forward, keep their activations.
         options: the other arguments of `zs.shard`.
@@ -127,7 +130,7 @@ def pipeline(
     is_drawn, along = is_on_meta(model), mesh["pipe"]
     for tensor in (*model.parameters(), *model.buffers()):
         _take_from_first(tensor, along)
-    own, undo = [*training.chunks_of(place)], Undo()
+    own, undo, room_bytes = [*training.chunks_of(place)], Undo(), free_bytes(domain, settings, model)
     try:
         removed = remove_others(model, found, own, undo)
         _remove_from(optimizers_of(optimizer), model, undo)
@@ -149,7 +152,8 @@ def pipeline(
     chunked.place = str(engine.mesh)
     engine.comm.across.connect()
     stand_in_on(engine.mesh.device, model, removed)
-    return Pipeline(zero, _runner(engine, chunked, training, loss, reduces_last=reduce == "last"))
+    reduces_last = _reduces_last(zero, domain, reduce, room_bytes)
+    return Pipeline(zero, _runner(engine, chunked, training, loss, reduces_last=reduces_last))
 
 
 def _cut(model: object, cut: Sequence[str] | None, training: Schedule, loss: object) -> Cut:
@@ -193,6 +197,23 @@ def _remove_from(optimizers: Sequence[torch.optim.Optimizer], model: nn.Module, 
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             undo.put(group, "params", [one for one in group["params"] if id(one) in kept])
+
+
+def _reduces_last(zero: Zero, domain: Mesh, reduce: str, room_bytes: int | None) -> bool:
+    """Return whether gradients are reduced with the last micro-batch alone.
+
+    Args:
+        room_bytes: the free memory of the fullest device; None without a limit.
+
+    Collective: an all-gather of 8 bytes over all places, if a limit decides.
+    """
+    if reduce != "auto" or room_bytes is None:
+        return reduce != "each"
+    specs = [bucket.spec for unit in zero._engine.units for bucket in unit.buckets if bucket.spec.is_trained]
+    whole = sum(sum(one.bytes_of(one.full, one.formats.grad)) for one in specs if not one.holds_whole_gradients)
+    nbytes = on_device(zero.memory().predicted_bytes) + whole if whole else 0  # held whole, "each" would save nothing
+    most = int(gather_across_ranks(torch.tensor([nbytes], device="cpu"), domain).max())
+    return most <= STATES_PART * room_bytes
 
 
 def _runner(
@@ -252,8 +273,8 @@ class Pipeline:
         """The handle of the part of this place: saving, loading, norms, `gathered()` (docs/meshes.md)."""
 
     def __repr__(self) -> str:
-        schedule = self._runner.training
-        return f"Pipeline({schedule.name}, {schedule.micro_batches} micro-batches, {self.zero!r})"
+        schedule, reduce = self._runner.training, "last" if self._runner.reduces_last else "each"
+        return f"Pipeline({schedule.name}, {schedule.micro_batches} micro-batches, reduce='{reduce}', {self.zero!r})"
 
     def step(self, inputs: Any, targets: Any = None, *, last: bool = True) -> Tensor:
         """Run forward and backward of a batch, in micro-batches, and reduce gradients; the optimizer's step is yours.

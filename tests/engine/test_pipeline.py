@@ -405,7 +405,7 @@ REFUSED = {
     "scaler": ("RuntimeError", "torch.amp.GradScaler and the engine's own loss scale would both divide the gradients"),
     "half of the loss": ("RuntimeError", "pipe.step() has already run the backward"),
     "later inputs": ("RankMismatchError", "The inputs of [rank 1/2] are not those of [rank 0/2]."),
-    "a word": ("ValueError", "reduce must be 'last' or 'each'"),
+    "a word": ("ValueError", "reduce must be 'auto', 'last' or 'each'"),
     "unknown": ("TypeError", "pipeline() has no argument overlap="),
     "other's": ("TypeError", "pipeline() has no argument sharding_strategy=: "),
     "inputs": ("RankMismatchError", "The inputs of [rank 1/2] are not those of [rank 0/2]."),

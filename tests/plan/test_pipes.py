@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import zeroshard as zs
+from zeroshard.plan.machine.hardware import DEVICES
 from zeroshard.plan.planning import plan_shape, shape_of
 from zeroshard.plan.trying import candidate_of
 from zeroshard.table.pipeline import schedule_of
@@ -75,6 +76,19 @@ def test_reducing_with_each_micro_batch_saves_memory_and_sends_more() -> None:
     assert each.film.sent_bytes["pipe send"] == last.film.sent_bytes["pipe send"] == 8 * 256 * 768 * 2
 
 
+def test_gradients_are_reduced_once_where_whole_ones_fit() -> None:
+    """Of a device between the two peaks."""
+    options: dict[str, Any] = {"world_size": 8, "pipe": 2, "micro_batches": 8, "stage": 2, **SHORT}
+    last, each = (zs.plan("gpt2-xl", reduce=reduce, **options) for reduce in ("last", "each"))
+    assert each.total_bytes < last.total_bytes
+    assert zs.plan("gpt2-xl", **options).options == last.options
+    small = dataclasses.replace(DEVICES["a100-40"], memory_bytes=(each.total_bytes + last.total_bytes) // 2)
+    chosen = zs.plan("gpt2-xl", **options | {"device": small})
+    assert chosen.options["schedule"] == "1f1b, chunks=1, reduce=each"
+    assert chosen.total_bytes == each.total_bytes
+    assert zs.plan("gpt2-xl", reduce="last", **options | {"device": small}).verdict == "no"
+
+
 def test_a_module_is_planned_as_a_shape_of_equal_layers_is_cut() -> None:
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64, bias=False), nn.Tanh()) for _ in range(4)))
@@ -117,7 +131,7 @@ def test_a_candidate_is_the_plan_of_its_options(schedule: str) -> None:
         ({"pipe": 2, "micro_batches": 2, "schedule": "dualpipe"}, "schedule='dualpipe' is not one of"),
         ({"pipe": 2, "micro_batches": 2, "schedule": "forward"}, "has no backwards"),
         ({"pipe": 2, "micro_batches": 2, "chunks": 2}, "'1f1b' has one chunk"),
-        ({"pipe": 2, "micro_batches": 2, "reduce": "never"}, "reduce must be 'last' or 'each'"),
+        ({"pipe": 2, "micro_batches": 2, "reduce": "never"}, "reduce must be 'auto', 'last' or 'each'"),
         ({"pipe": 2, "micro_batches": 2, "no_sync": True}, "reduce='last' or reduce='each'"),
         ({"pipe": 2, "micro_batches": 2, "parameters": "until-backward"}, "are not planned: plan 'sharded'"),
         ({"pipe": 3, "micro_batches": 3}, "pipe=3 places must divide the 8"),

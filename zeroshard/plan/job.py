@@ -188,6 +188,7 @@ class Options:
 
     def words(self) -> Mapping[str, str | int]:
         """Return the options as readable text."""
+        reduced = "last" if self.no_sync else "each"
         return {
             "ranks": self.world_size,
             "device": self.device.name,
@@ -197,7 +198,7 @@ class Options:
             "copies": self.replicas,
             "tensor": self.tensor,
             "pipe": self.pipe,
-            "schedule": self.schedule + f", {self.chunks} chunks" * (self.chunks > 1) if self.pipe > 1 else "none",
+            "schedule": f"{self.schedule}, chunks={self.chunks}, reduce={reduced}" if self.pipe > 1 else "none",
             "sequence parallel": "yes" if self.is_sequence_parallel else "no",
             "micro-batch": self.batch,
             "sequence": self.sequence,

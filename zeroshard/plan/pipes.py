@@ -98,7 +98,6 @@ def _played(schedule: Schedule, places: Sequence[tuple[Job, Film]], options: Opt
 def joined(plans: Sequence[Plan]) -> Plan:
     """Return the plans of all places as one, with the film of the fullest place."""
     fullest = max(plans, key=lambda one: one.reserved_bytes)
-    step_s = max(one.step_s for one in plans)
     ranks = [
         dataclasses.replace(one, name=f"place {place}" + f", {one.name}" * (len(plan.ranks) > 1))
         for place, plan in enumerate(plans)
@@ -120,7 +119,7 @@ def joined(plans: Sequence[Plan]) -> Plan:
         host_bytes=max(one.host_bytes for one in plans),
         file_bytes=max(one.file_bytes for one in plans),
         idle=tuple(idle),
-        later_s=step_s - fullest.step_s,
+        later_s=max(one.step_s for one in plans) - fullest.step_s,
     )
 
 

@@ -53,7 +53,7 @@ def add_commands(app: "typer.Typer", show: Print, fail: Callable[[str], None]) -
         pipe: Annotated[int, typer.Option(help="Places of a pipe.")] = 1,
         schedule: Annotated[str, typer.Option(help="Of the pipe: 1f1b, gpipe, interleaved or naive.")] = "1f1b",
         chunks: Annotated[int | None, typer.Option(help="At each place, for interleaved.")] = None,
-        reduce: Annotated[str, typer.Option(help="Of the pipe: last or each.")] = "last",
+        reduce: Annotated[str, typer.Option(help="Of the pipe: auto, last or each.")] = "auto",
         optimizer: Annotated[str, typer.Option(help="adamw, adamw8bit, muon, lion, ...")] = "adamw",
         micro_batches: Annotated[int, typer.Option(help="Of a step.")] = 1,
         no_sync: Annotated[bool, typer.Option("--no-sync", help="Reduce gradients in the last of them only.")] = False,
@@ -74,7 +74,7 @@ def add_commands(app: "typer.Typer", show: Print, fail: Callable[[str], None]) -
                 tried = {"batch": batch != 1, "stage": stage is not None, "residency": residency is not None}
                 tried |= {"activations": activations is not None, "mesh": mesh != 1, "tensor": tensor != 1}
                 tried |= {"micro-batches": micro_batches != 1, "no-sync": no_sync, "pipe": pipe != 1}
-                tried |= {"schedule": schedule != "1f1b", "chunks": chunks is not None, "reduce": reduce != "last"}
+                tried |= {"schedule": schedule != "1f1b", "chunks": chunks is not None, "reduce": reduce != "auto"}
                 if given := [name for name, is_given in tried.items() if is_given]:
                     raise ValueError(f"--search tries values of --{given[0]} itself; leave it out, or use zs.search().")
                 places = _places(offload)

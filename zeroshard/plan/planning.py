@@ -87,7 +87,7 @@ def make_plan(
     pipe: int = 1,
     schedule: str = "1f1b",
     chunks: int | None = None,
-    reduce: str = "last",
+    reduce: str = "auto",
     cut: Sequence[str] | None = None,
 ) -> Plan:
     """Predict a run: memory by column and at its peak, time of a step, traffic, and whether it fits.
@@ -169,9 +169,8 @@ def make_plan(
     ranks = counts[0] if hasattr(mesh, "mesh_dim_names") else counts[0] // check_count("pipe", pipe)
     resolved = resolve(sharing, ranks, tensor=counts[1], precisions=PRECISIONS)
     model = _module_of(model)
-    is_module = hasattr(model, "named_parameters")
-    shape = None if is_module else shape_of(model)
-    name, optimizers = optimizers_named(optimizer, model if is_module else None, ignored)
+    shape = None if hasattr(model, "named_parameters") else shape_of(model)
+    name, optimizers = optimizers_named(optimizer, model if shape is None else None, ignored)
     chosen = _precision_of(resolved.precision, shape)
     axes = dict(resolved.axes)
     if pipe not in (1, places := axes.get("pipe", pipe)):
@@ -199,7 +198,7 @@ def make_plan(
         chosen=chosen[1],
         chosen_formats=chosen[2],
         wire_bytes=wire_bytes,
-        no_sync=reduce == "last" if places > 1 else no_sync,
+        no_sync=reduce != "each" if places > 1 else no_sync,
         elementwise=elementwise,
         pipe=places,
         schedule=schedule,
@@ -213,20 +212,20 @@ def make_plan(
     if shape is not None and (others := [name for name, value in given.items() if value is not None]):
         raise TypeError(f"{', '.join(others)}: of modules only; {shape.name} is a shape.")
 
-    @functools.cache
-    def plan(row: Residency, offload: Offload | None) -> Plan:
-        one = dataclasses.replace(options, row=row, offload=offload)
+    def planned(one: Options) -> Plan:
         if shape is not None:
             return plan_shape(shape, one)
         return plan_module(model, one, inputs, loss, units, reads, parallelize, ignored, cut)
 
-    def fits(row: Residency, offload: Offload | None) -> bool:
-        return plan(row, offload).verdict == "fits"
+    @functools.cache
+    def plan(row: Residency, offload: Offload | None) -> Plan:
+        found = planned(one := dataclasses.replace(options, row=row, offload=offload))
+        if found.verdict == "fits" or places == 1 or reduce != "auto":
+            return found
+        return min(found, planned(dataclasses.replace(one, no_sync=False)), key=lambda one: one.total_bytes)
 
-    found = plan(*choose(resolved, fits, shares_memory=preset.is_cpu)[:2])
-    if shape is None:
-        return found
-    return dataclasses.replace(found, changes=changes_of(shape, found, functools.partial(plan_shape, shape)))
+    found = plan(*choose(resolved, lambda *one: plan(*one).verdict == "fits", shares_memory=preset.is_cpu)[:2])
+    return found if shape is None else dataclasses.replace(found, changes=changes_of(shape, found, planned))
 
 
 def _precision_of(asked: Any, shape: Transformer | None) -> tuple[str, Any, Formats | None]:

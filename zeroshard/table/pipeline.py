@@ -113,8 +113,8 @@ def _one_by_one(place: int, places: int, chunks: int, count: int) -> Pairs:
 SCHEDULES: Mapping[str, Callable[[int, int, int, int], Pairs]] = MappingProxyType(
     {"naive": _naive, "gpipe": _gpipe, "1f1b": _one_by_one, "interleaved": _one_by_one, "forward": _forwards}
 )
-REDUCES = ("last", "each")
-"""When gradients are reduced: with the last micro-batch of a step, or with each."""
+REDUCES = ("auto", "last", "each")
+"""When gradients are reduced: with the last micro-batch of a step, or with each; "auto" is "last" where that fits."""
 APART = " It splits backwards, but gradients of weights are reduced when one backward has computed all of a unit."
 SPLIT = ("zero-bubble", "zb1p", "zbv", "zbvzerobubble", "interleavedzerobubble", "dualpipe", "dualpipev")
 """Schedules that compute the gradients of inputs and those of weights apart."""
@@ -150,7 +150,7 @@ def training_of(
     places: int,
     micro_batches: int,
     chunks: int | None = None,
-    reduce: str = "last",
+    reduce: str = "auto",
     *,
     recompute: bool = False,
 ) -> Schedule:
@@ -166,7 +166,7 @@ def training_of(
     count = chunks if chunks is not None else 2 if name == "interleaved" else 1
     schedule = schedule_of(name, places, micro_batches, count, recomputed=range(places * count * recompute))
     if reduce not in REDUCES:
-        raise ValueError(f"reduce must be 'last' or 'each'; got {reduce!r}.")
+        raise ValueError(f"reduce must be 'auto', 'last' or 'each'; got {reduce!r}.")
     return schedule
 
 
