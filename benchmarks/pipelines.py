@@ -3,9 +3,12 @@
     python -m benchmarks.pipelines --rounds 8 --output benchmarks/results/pipelines.json
 
 Four places, one process each. A module of each place sleeps 100 ms in a forward and 200 ms in a backward, so cores do
-not matter; with `chunks` at a place, each sleeps its part. The idle part of a step is 1 - (what one place computes) /
-(the time of the step). Schedules, numbers of micro-batches, and zeroshard and torch take turns; of the rounds the least
-time counts.
+not matter; with `chunks` at a place, each sleeps its part. The idle part of a step is 1 - (what a place computes, the
+mean of all) / (the time of the step). Schedules, numbers of micro-batches, and zeroshard and torch take turns; of the
+rounds the least time counts.
+
+With "recompute" chunks run again while the gradient is on its way (`recompute=True`); with "inside" the second forward
+is a part of the backward, as where blocks are recomputed.
 """
 
 import argparse
@@ -35,6 +38,8 @@ WIDTH: Final = 16
 ROWS: Final = 2
 SCHEDULES: Final = {"naive": 1, "gpipe": 1, "1f1b": 1, "interleaved": 2}
 """The chunks at each place, by schedule."""
+RECOMPUTED: Final = ("gpipe", "1f1b")
+"""The schedules that also run with recomputation, with the largest number of micro-batches."""
 TORCH: Final = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B", "interleaved": "ScheduleInterleaved1F1B"}
 
 
@@ -42,41 +47,42 @@ class Sleep(torch.autograd.Function):
     """Changes nothing, and takes its time."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, parts: int) -> Tensor:
-        ctx.parts = parts
+    def forward(ctx: Any, x: Tensor, parts: int, back_s: float) -> Tensor:
+        ctx.back_s = back_s / parts
         time.sleep(FORWARD_S / parts)
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        time.sleep(BACKWARD_S / ctx.parts)
-        return grad, None
+        time.sleep(ctx.back_s)
+        return grad, None, None
 
 
 class Slow(nn.Module):
     """A layer that sleeps."""
 
-    def __init__(self, parts: int) -> None:
+    def __init__(self, parts: int, back_s: float = BACKWARD_S) -> None:
         super().__init__()
-        self.layer, self.parts = nn.Linear(WIDTH, WIDTH), parts
+        self.layer, self.parts, self.back_s = nn.Linear(WIDTH, WIDTH), parts, back_s
 
     def forward(self, x: Tensor) -> Tensor:
         """Pass (rows, width) through."""
         # The layer first: the backward of a module whose input needs no gradient would not sleep.
-        found: Tensor = Sleep.apply(self.layer(x), self.parts)  # type: ignore[no-untyped-call]
+        found: Tensor = Sleep.apply(self.layer(x), self.parts, self.back_s)  # type: ignore[no-untyped-call]
         return found
 
 
 Step = Callable[[], object]
 
 
-def _ours(schedule: str, micro: int, mesh: DeviceMesh) -> Step:
+def _ours(schedule: str, micro: int, mesh: DeviceMesh, again: str = "") -> Step:
     chunks = SCHEDULES[schedule]
     torch.manual_seed(0)
-    model = nn.Sequential(*(Slow(chunks) for _ in range(PLACES * chunks)))
+    back_s = BACKWARD_S + FORWARD_S * (again == "inside")
+    model = nn.Sequential(*(Slow(chunks, back_s) for _ in range(PLACES * chunks)))
     cut = [str(number) for number in range(1, PLACES * chunks)]
     options = {"schedule": schedule, "micro_batches": micro, "cut": cut, "stage": 0, "loss": F.mse_loss}
-    pipe = zs.pipeline(model, mesh=mesh, chunks=chunks, **options)
+    pipe = zs.pipeline(model, mesh=mesh, chunks=chunks, recompute=again == "recompute", **options)
     batch = torch.ones(ROWS * micro, WIDTH)
 
     def step() -> None:
@@ -129,6 +135,9 @@ def measure(rounds: int, sizes: list[int]) -> dict[str, list[float]]:
             steps[f"zeroshard {schedule} {micro}"] = _ours(schedule, micro, mesh)
             if schedule in TORCH:
                 steps[f"torch {schedule} {micro}"] = _torchs(schedule, micro, mesh)
+    for schedule in RECOMPUTED:
+        for again in ("recompute", "inside"):
+            steps[f"zeroshard {schedule} {again} {max(sizes)}"] = _ours(schedule, max(sizes), mesh, again)
     found: dict[str, list[float]] = {name: [] for name in steps}
     for number in range(rounds + 1):
         for name, step in steps.items():
@@ -141,20 +150,22 @@ def measure(rounds: int, sizes: list[int]) -> dict[str, list[float]]:
     return found
 
 
-def idle_of(seconds: float, micro: int) -> float:
-    """Return the part of a step in which a place waits."""
-    return 1 - micro * (FORWARD_S + BACKWARD_S) / seconds
-
-
-def expected(schedule: str, micro: int) -> float:
-    """Return the idle part by the table."""
+def table_of(schedule: str, micro: int, again: str = "") -> tuple[float, float]:
+    """Return the seconds of a step by the table, and those for which a place computes, the mean of all."""
     chunks = SCHEDULES[schedule]
-    table = schedule_of(schedule, PLACES, micro, chunks)
-    seconds = {
-        Kind.FORWARD: [FORWARD_S / chunks] * table.all_chunks,
-        Kind.BACKWARD: [BACKWARD_S / chunks] * table.all_chunks,
-    }
-    return idle_of(max(spans[-1][-1] for spans in play(table, seconds)), micro)
+    recomputed = range(PLACES * chunks) if again == "recompute" else ()
+    table = schedule_of(schedule, PLACES, micro, chunks, recomputed=recomputed)
+    back_s = BACKWARD_S + FORWARD_S * (again == "inside")
+    each = {Kind.FORWARD: FORWARD_S, Kind.BACKWARD: back_s, Kind.RECOMPUTE: FORWARD_S}
+    seconds = {kind: [one_s / chunks] * table.all_chunks for kind, one_s in each.items()}
+    spans = play(table, seconds)
+    computed = sum(stop_s - start_s for place in spans for action, start_s, stop_s in place if action.kind in each)
+    return max(place[-1][-1] for place in spans), computed / PLACES
+
+
+def idle_of(seconds: float, computed_s: float) -> float:
+    """Return the part of a step in which a place waits."""
+    return 1 - computed_s / seconds
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -166,14 +177,19 @@ def main(arguments: list[str] | None = None) -> None:
     given = parser.parse_args(arguments)
     found = run_ranks(measure, PLACES, given.rounds, given.micro_batches, timeout_s=300 + 200 * given.rounds)[0]
     rows, table = [["schedule", "micro-batches", "formula", "zeroshard", "torch"]], []
-    for micro in given.micro_batches:
-        for schedule in SCHEDULES:
-            least = {name: min(found[name]) for name in found if name.endswith(f" {schedule} {micro}")}
-            idle = {name.split()[0]: round(idle_of(seconds, micro), 4) for name, seconds in least.items()}
-            formula = expected(schedule, micro)
-            table.append({"schedule": schedule, "micro_batches": micro, "formula": formula, **idle})
-            shown = (f"{idle[name]:.1%}" if name in idle else "-" for name in ("zeroshard", "torch"))
-            rows.append([schedule, str(micro), f"{formula:.1%}", *shown])
+    cases = [(schedule, "", micro) for micro in given.micro_batches for schedule in SCHEDULES]
+    cases += [
+        (schedule, again, max(given.micro_batches)) for schedule in RECOMPUTED for again in ("recompute", "inside")
+    ]
+    for schedule, again, micro in cases:
+        name = f"{schedule} {again}".strip()
+        step_s, computed_s = table_of(schedule, micro, again)
+        formula = round(idle_of(step_s, computed_s), 4)
+        seconds = {who: found.get(f"{who} {name} {micro}") for who in ("zeroshard", "torch")}
+        idle = {who: round(idle_of(min(some), computed_s), 4) for who, some in seconds.items() if some}
+        table.append({"schedule": name, "micro_batches": micro, "formula": formula, **idle})
+        shown = (f"{idle[who]:.1%}" if who in idle else "-" for who in seconds)
+        rows.append([name, str(micro), f"{formula:.1%}", *shown])
     print("\n".join(aligned([" | ".join(row) for row in rows])))
     if given.output is not None:
         write_result(given.output, {**circumstances("benchmarks.pipelines"), "idle": table, "seconds": found})
