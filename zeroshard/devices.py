@@ -5,6 +5,7 @@ to emulate a GPU. It must not know ranks, models or collectives.
 """
 
 import functools
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, final
@@ -28,8 +29,10 @@ __all__ = [
     "lane",
     "mark",
     "mark_on",
+    "moment",
     "order_after",
     "pinned",
+    "seconds_between",
     "side_stream",
     "stream_of",
     "use",
@@ -37,6 +40,8 @@ __all__ = [
 
 Mark = torch.Event
 """The type of event that `mark` returns."""
+Moment = float | Mark
+"""A time of the host, or of a stream; see `moment`."""
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -130,6 +135,23 @@ def mark(device: torch.device) -> Mark:
 def mark_on(device: torch.device) -> Mark | None:
     """Record an event on the current stream of a CUDA device; return None on a CPU, which has no streams."""
     return None if device.type == "cpu" else mark(device)
+
+
+def moment(device: torch.device) -> Moment:
+    """Return the time of the host for a CPU; for a device, when the current stream has done the work queued so far."""
+    if device.type == "cpu":
+        return time.perf_counter()
+    event = torch.Event(device, enable_timing=True)
+    event.record()
+    return event
+
+
+def seconds_between(start: Moment, stop: Moment) -> float:
+    """Return the seconds between two moments of one device; waits until both are over."""
+    if isinstance(start, float) or isinstance(stop, float):
+        return float(stop - start)  # type: ignore[operator]
+    stop.synchronize()
+    return float(start.elapsed_time(stop)) / 1e3
 
 
 def lane(device: torch.device, use: str, after: Mark | None) -> AbstractContextManager[Any]:

@@ -72,8 +72,8 @@ class Recorded:
 
     moments = iter(range(0, 1000, 7))
 
-    def __init__(self, *, enable_timing: bool) -> None:
-        assert enable_timing
+    def __init__(self, device: torch.device, *, enable_timing: bool) -> None:
+        assert (device.type, enable_timing) == ("cuda", True)
         self.is_over = False
 
     def record(self) -> None:
@@ -88,7 +88,7 @@ class Recorded:
 
 
 def test_on_a_device_events_of_the_stream_are_the_moments(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "Event", Recorded)
+    monkeypatch.setattr(torch, "Event", Recorded)
     waits = Waits(torch.device("cuda"))
     waits.begin()
     with waits.waiting():

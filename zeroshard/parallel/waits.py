@@ -1,15 +1,16 @@
 """How long a rank waits for other places of a pipe, of the time of a step.
 
-Owns the clock: of the host where the host computes, and of the stream that computes on a device, whose host does not
-wait for messages.
+Owns what counts as a wait. Moments are those of the host where the host computes, and of the stream that computes on a
+device, whose host does not wait for messages (`devices.moment`).
 """
 
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, final
+from typing import final
 
 import torch
+
+from zeroshard.devices import Moment, moment, seconds_between
 
 __all__ = ["Waits"]
 
@@ -23,44 +24,30 @@ class Waits:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._is_on_host = device.type == "cpu"
-        self._whole: list[Any] = []
-        self._waits: list[tuple[Any, Any]] = []
+        self._device = device
+        self._ends: list[Moment] = []
+        self._waits: list[tuple[Moment, Moment]] = []
 
     def begin(self) -> None:
         """Begin a step."""
-        self._whole, self._waits = [self._now()], []
+        self._ends, self._waits = [moment(self._device)], []
 
     def end(self) -> None:
         """End the step."""
-        self._whole.append(self._now())
+        self._ends.append(moment(self._device))
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
         """Count what runs inside as a wait."""
-        before = self._now()
+        before = moment(self._device)
         yield
-        self._waits.append((before, self._now()))
+        self._waits.append((before, moment(self._device)))
 
     def part(self) -> float | None:
-        """Return the part of the last step, from 0 to 1, that waits took; None before the end of a step.
+        """Return the part of the last step, from 0 to 1, that waits took; None unless a step has ended.
 
         Waits for the device.
         """
-        if len(self._whole) < 2:
+        if len(self._ends) < 2:
             return None
-        return sum(self._between(*one) for one in self._waits) / self._between(*self._whole)
-
-    def _now(self) -> Any:
-        if self._is_on_host:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def _between(self, start: Any, stop: Any) -> float:
-        """Return the time between two moments, in a unit of the clock."""
-        if self._is_on_host:
-            return float(stop - start)
-        stop.synchronize()
-        return float(start.elapsed_time(stop))
+        return sum(seconds_between(*one) for one in self._waits) / seconds_between(*self._ends)
