@@ -130,7 +130,8 @@ def pipeline(
     is_drawn, along = is_on_meta(model), mesh["pipe"]
     for tensor in (*model.parameters(), *model.buffers()):
         _take_from_first(tensor, along)
-    own, undo, room_bytes = [*training.chunks_of(place)], Undo(), free_bytes(domain, settings, model)
+    own, undo = [*training.chunks_of(place)], Undo()
+    room_bytes = free_bytes(domain, settings, model) if reduce == "auto" else None
     try:
         removed = remove_others(model, found, own, undo)
         _remove_from(optimizers_of(optimizer), model, undo)
@@ -203,11 +204,11 @@ def _reduces_last(zero: Zero, domain: Mesh, reduce: str, room_bytes: int | None)
     """Return whether gradients are reduced with the last micro-batch alone.
 
     Args:
-        room_bytes: the free memory of the fullest device; None without a limit.
+        room_bytes: the free memory of the fullest device; None without a limit, or where it does not decide.
 
     Collective: an all-gather of 8 bytes over all places, if a limit decides.
     """
-    if reduce != "auto" or room_bytes is None:
+    if room_bytes is None:
         return reduce != "each"
     specs = [bucket.spec for unit in zero._engine.units for bucket in unit.buckets if bucket.spec.is_trained]
     whole = sum(sum(one.bytes_of(one.full, one.formats.grad)) for one in specs if not one.holds_whole_gradients)

@@ -84,7 +84,7 @@ def summarize(run: Run, sample: str, profile: str, is_interrupted: bool) -> Summ
         pipe=config.run.pipe,
         schedule=config.run.schedule if has_pipe else "",
         micro_batches=config.run.micro_batches if has_pipe else 0,
-        idle=_idle(run) if has_pipe and tally.idle else [],
+        idle=_idle(run) if tally.idle else [],
     )
 
 

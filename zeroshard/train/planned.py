@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import zeroshard as zs
 from zeroshard.train.config import AUTO, Config
-from zeroshard.train.models.piped import mean_loss
+from zeroshard.train.models.piped import logits_of, mean_loss
 from zeroshard.train.run import make_model
 from zeroshard.train.text import open_source
 from zeroshard.train.tokenizer import load_tokenizer
@@ -79,8 +79,8 @@ def plan_run(config: Config, axes: DeviceMesh | None = None) -> tuple[zs.Plan, b
 
 
 def _loss_of_logits(output: Any) -> torch.Tensor:
-    logits = output if isinstance(output, torch.Tensor) else output.logits
-    return mean_loss(output, torch.zeros(logits.shape[:-1], dtype=torch.int64, device=logits.device))
+    logits = logits_of(output)
+    return mean_loss(logits, torch.zeros(logits.shape[:-1], dtype=torch.int64, device=logits.device))
 
 
 def _model_of(

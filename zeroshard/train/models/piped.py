@@ -12,24 +12,25 @@ from torch import Tensor
 import zeroshard as zs
 from zeroshard.train.models.language import LanguageModel
 
-__all__ = ["mean_loss", "piped", "summed_loss"]
+__all__ = ["logits_of", "mean_loss", "piped", "summed_loss"]
 
 
 def mean_loss(output: Any, targets: Tensor) -> Tensor:
     """Return the mean loss in nats a token, 0-d, of a model's output; -1 where no target counts."""
-    return F.cross_entropy(_logits_of(output).flatten(0, 1), targets.flatten(), ignore_index=-1)
+    return F.cross_entropy(logits_of(output).flatten(0, 1), targets.flatten(), ignore_index=-1)
 
 
 def summed_loss(output: Any, targets: Tensor) -> Tensor:
     """Return the loss in nats a window, 0-d: of all its targets together."""
-    total = F.cross_entropy(_logits_of(output).flatten(0, 1), targets.flatten(), ignore_index=-1, reduction="sum")
+    total = F.cross_entropy(logits_of(output).flatten(0, 1), targets.flatten(), ignore_index=-1, reduction="sum")
     return total / len(targets)
 
 
 def piped(language: LanguageModel, pipe: zs.Pipeline) -> LanguageModel:
     """Return a language model whose logits all places compute together, for every rank."""
-    return replace(language, compute_logits=lambda tokens: pipe.forward(tokens, take=_logits_of))
+    return replace(language, compute_logits=lambda tokens: pipe.forward(tokens, take=logits_of))
 
 
-def _logits_of(output: Any) -> Tensor:
+def logits_of(output: Any) -> Tensor:
+    """Return the logits of a model's output, in fp32."""
     return cast(Tensor, output if isinstance(output, Tensor) else output.logits).float()
