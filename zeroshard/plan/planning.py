@@ -225,7 +225,8 @@ def make_plan(
         return min(found, planned(dataclasses.replace(one, no_sync=False)), key=lambda one: one.total_bytes)
 
     found = plan(*choose(resolved, lambda *one: plan(*one).verdict == "fits", shares_memory=preset.is_cpu)[:2])
-    return found if shape is None else dataclasses.replace(found, changes=changes_of(shape, found, planned))
+    changes = None if shape is None else functools.partial(changes_of, shape, whole=plan_shape)
+    return dataclasses.replace(found, find_changes=changes)
 
 
 def _precision_of(asked: Any, shape: Transformer | None) -> tuple[str, Any, Formats | None]:
@@ -410,13 +411,11 @@ def _plan(
     """
     film, first = make_film(job, is_settled=True), make_film(job, is_first=True)
     # The rules are those of the allocator of GPUs; that of a CPU keeps nothing.
-    is_cpu = options.device.is_cpu
     steps = chain.from_iterable(_steps(first, film))
-    reserved_bytes = film.everywhere_bytes if is_cpu else simulate(steps, Rules()).peak_reserved_bytes
+    reserved_bytes = film.everywhere_bytes if options.device.is_cpu else simulate(steps, Rules()).peak_reserved_bytes
     alone = options.place_ranks - sum(count for _, count, _ in others)
-    name_of_first = "rank 0" if alone == 1 else "each rank"
     ranks = [
-        _class_from(film, name_of_first, alone, reserved_bytes),
+        _class_from(film, "rank 0" if alone == 1 else "each rank", alone, reserved_bytes),
         *(_class_of(title, count, other, film, reserved_bytes) for title, count, other in others),
     ]
     return Plan(

@@ -4,8 +4,9 @@ Owns the record and derived values. It must not know how plans are made (`planni
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any, Final, Literal, final
 
@@ -83,7 +84,6 @@ class Plan:
         units: number of elements of each unit on a tensor rank, the root first.
         element_bytes: bytes of an element of parameters, of held gradients, and of masters and states.
         activations: (bytes that a block keeps per token, number of blocks, bytes that other modules keep per token).
-        changes: changes that lower memory, with their effects, fastest first.
         owned_bytes: by rank of a replica, bytes of states of matrices that the rank updates as a whole; part of its
             states.
         moved: what offload moves, in whole buckets: "40.0% of states".
@@ -91,6 +91,7 @@ class Plan:
         idle: by place of a pipe, the part of the time until the last backward in which it waits for other places.
         later_s: of a pipe, seconds for which the place of `film` waits for the updates of others.
         retries: retries of the allocator, on a device with room for allocated but not for all reserved memory.
+        find_changes: returns `changes` of a plan; None if they are not planned.
 
     ```python
     import zeroshard as zs
@@ -118,13 +119,18 @@ class Plan:
     units: Sequence[int]
     element_bytes: tuple[int, int, int]
     activations: tuple[float, int, float]
-    changes: Sequence[Change] = ()
     retries: Retries = NO_RETRIES
     owned_bytes: Sequence[int] = ()
     moved: str = ""
     shown: int = 0
     idle: Sequence[float] = ()
     later_s: float = 0.0
+    find_changes: Callable[["Plan"], Sequence[Change]] | None = field(default=None, repr=False, compare=False)
+
+    @cached_property
+    def changes(self) -> Sequence[Change]:
+        """Changes of one option that lower memory, with their effects, fastest first; planned when first read."""
+        return () if self.find_changes is None else tuple(self.find_changes(self))
 
     # -- memory -----------------------------------------------------------------------------------------------------
 

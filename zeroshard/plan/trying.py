@@ -68,12 +68,12 @@ def candidate_of(shape: Transformer, options: Options) -> Candidate:
     return Candidate(options, film.peak[0], step_s, verdict, movable_bytes=movable_bytes)
 
 
-def changes_of(shape: Transformer, plan: Plan, whole: Callable[[Options], Plan]) -> Sequence[Change]:
+def changes_of(shape: Transformer, plan: Plan, whole: Callable[[Transformer, Options], Plan]) -> Sequence[Change]:
     """Return the fastest changes of one option that need less memory than a plan, fastest first.
 
     Args:
         plan: the plan to change.
-        whole: plans a configuration in full, with all operations and the allocator.
+        whole: `plan_shape`, which plans a configuration in full, with all operations and the allocator.
     """
     tried = list[tuple[str, Candidate]]()
     for what, changed in _neighbours(plan.asked):
@@ -85,12 +85,10 @@ def changes_of(shape: Transformer, plan: Plan, whole: Callable[[Options], Plan])
         one = candidate_of(shape, changed)
         if one.peak_bytes < plan.peak_bytes:
             tried.append((what, one))
-    found = list[Change]()
-    for what, one in sorted(tried, key=lambda pair: -pair[1].tokens_per_s)[:MOST_CHANGES]:
-        made = whole(one.options)
-        if made.total_bytes < plan.total_bytes:
-            found.append(Change(what, made.options, made.verdict, made.total_bytes, made.tokens_per_s))
-    return tuple(sorted(found, key=lambda one: -one.tokens_per_s))
+    best = sorted(tried, key=lambda pair: -pair[1].tokens_per_s)[:MOST_CHANGES]
+    made = ((what, whole(shape, one.options)) for what, one in best)
+    found = [Change(what, one.options, one.verdict, one.total_bytes, one.tokens_per_s) for what, one in made]
+    return sorted((one for one in found if one.total_bytes < plan.total_bytes), key=lambda one: -one.tokens_per_s)
 
 
 def _neighbours(options: Options) -> Iterator[tuple[str, Options]]:
