@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ import pytest
 from tools.planted import BUGS
 
 from . import conftest
-from .rotation import NAMED, ROTATIONS, RUNNING, share, third, turn_of
+from .rotation import NAMED, ROTATIONS, RUNNING, share, split, third, turn_of
 
 ROOT = Path(__file__).parents[1]
 PRODUCTS = """
@@ -45,24 +46,23 @@ def test_alone(): pass
 """
 
 
-def collected(*arguments: str) -> tuple[list[str], list[str]]:
-    """Return the tests that pytest would run, and those that it reports as deselected."""
+def collected(path: str, *arguments: str) -> list[pytest.Item]:
+    """Return all tests of a path, as pytest collects them."""
 
     class Seen:
-        def __init__(self) -> None:
-            self.kept: list[str] = []
-            self.left_out: list[str] = []
-
-        def pytest_deselected(self, items: list[pytest.Item]) -> None:
-            self.left_out += [item.nodeid.rpartition("/")[2] for item in items]
+        items: Sequence[pytest.Item] = ()
 
         def pytest_collection_finish(self, session: pytest.Session) -> None:
-            self.kept += [item.nodeid.rpartition("/")[2] for item in session.items]
+            self.items = session.items
 
     seen = Seen()
     options = ("--collect-only", "-qqq", "-p", "no:cacheprovider", "-p", "no:xdist", "--import-mode=importlib")
-    assert pytest.main([*options, *arguments], plugins=[seen]) == pytest.ExitCode.OK
-    return seen.kept, seen.left_out
+    assert pytest.main([*options, path, *arguments], plugins=[seen]) == pytest.ExitCode.OK
+    return [*seen.items]
+
+
+def names_of(items: Sequence[pytest.Item]) -> list[str]:
+    return [item.nodeid.rpartition("/")[2] for item in items]
 
 
 @pytest.fixture
@@ -76,13 +76,14 @@ def products(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def test_rotations_are_everything_together(products: str) -> None:
-    everything, left_out = collected(products)
-    assert len(everything) == 12 + 1 + 3 + 2 + 1 + 6 + 1 and left_out == []
-    assert collected(products, "--rotation", "all") == (everything, [])
+    items = collected(products)
+    everything = names_of(items)
+    assert len(everything) == 12 + 1 + 3 + 2 + 1 + 6 + 1
+    assert split(items, "all") == (items, [])
     always = ["::test_of_one_case", "::test_table", "::test_alone"]
     pairs, runs, slow = [], [], []
     for rotation in ("0", "1", "2"):
-        kept, left_out = collected(products, "--rotation", rotation)
+        kept, left_out = map(names_of, split(items, rotation))
         assert sorted(kept + left_out) == sorted(everything)
         assert kept == [name for name in everything if name in kept]
         # A third of the table has all its rows and columns.
@@ -101,19 +102,21 @@ def test_rotations_are_everything_together(products: str) -> None:
 
 
 def test_a_product_of_this_suite_rotates() -> None:
-    path = str(Path(__file__).parent / "engine" / "test_parity.py")
-    everything, one, two, three = (collected(path, "--rotation", rotation)[0] for rotation in ("all", "0", "1", "2"))
+    items = collected(str(Path(__file__).parent / "engine" / "test_parity.py"))
+    everything, one, two, three = (names_of(split(items, rotation)[0]) for rotation in ("all", "0", "1", "2"))
     assert {*one, *two, *three} == set(everything)
     assert max(len(one), len(two), len(three)) < 0.6 * len(everything)
     planted = {bug.test.rpartition("/")[2] for bug in BUGS if bug.test.startswith("tests/engine/test_parity.py::")}
     assert planted and planted <= {*one} & {*two} & {*three}
 
 
+@pytest.mark.rotates
 def test_a_case_that_is_named_or_chosen_keeps_its_place(products: str) -> None:
-    assert len(collected(f"{products}::test_product[1-1]", "--rotation", "0")[0]) == 1
-    third = collected(products, "--rotation", "2", "-k", "test_product")[0]
-    assert third == [name for name in collected(products, "--rotation", "2")[0] if "::test_product[" in name]
-    assert 0 < len(third) < 12
+    assert len(collected(f"{products}::test_product[1-1]", "--rotation", "0")) == 1
+    whole = names_of(split(collected(products), "2")[0])
+    some = names_of(collected(products, "--rotation", "2", "-k", "test_product"))
+    assert some == [name for name in whole if "::test_product[" in name]
+    assert 0 < len(some) < 12
 
 
 def test_a_rotation_has_all_rows_and_columns_of_a_product() -> None:

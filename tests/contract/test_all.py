@@ -4,8 +4,6 @@ import ast
 import doctest
 import importlib
 import inspect
-import re
-import textwrap
 import types
 from typing import Any
 
@@ -13,12 +11,11 @@ import pytest
 
 import zeroshard
 
+from .blocks import examples, run_block
 from .source import Module, package_modules, plant
 
 # Third-party packages that are extras: a module that needs one which is not installed cannot be imported here.
 EXTRAS = frozenset(["deepspeed", "lightning", "matplotlib", "peft", "pyarrow", "tokenizers", "transformers"])
-
-BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 def public_modules() -> list[Module]:
@@ -62,11 +59,6 @@ def absent(loaded: types.ModuleType, names: list[str]) -> list[str]:
     return [name for name in names if not hasattr(loaded, name)]
 
 
-def examples(text: str | None) -> list[str]:
-    """Return the fenced blocks of a docstring, as programs."""
-    return [textwrap.dedent(block) for block in BLOCK.findall(inspect.cleandoc(text or ""))]
-
-
 def has_example(obj: Any) -> bool:
     """Tell whether an object's own docstring shows its use."""
     text = obj.__dict__.get("__doc__") if isinstance(obj, type) else obj.__doc__
@@ -102,11 +94,6 @@ def members(cls: type) -> dict[str, Any]:
         for name, value in named.items()
         if inspect.isroutine(value) or isinstance(value, property)
     }
-
-
-def run_block(program: str, where: str) -> None:
-    """Run one fenced block as a program of its own."""
-    exec(compile(program, f"<example in {where}>", "exec"), {"__name__": "__example__"})
 
 
 def run_prompts(obj: Any, where: str) -> int:

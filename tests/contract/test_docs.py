@@ -11,8 +11,8 @@ import pytest
 
 from zeroshard.testing import run_ranks
 
+from .blocks import examples, run_block
 from .source import REPOSITORY, package_modules
-from .test_all import examples, run_block
 from .test_budgets import load_tool
 
 PAGES = sorted([*REPOSITORY.glob("*.md"), *REPOSITORY.glob("docs/**/*.md")])

@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import zeroshard as zs
 from tests import models
+from tests.contract.blocks import examples, run_block
 from tests.contract.source import REPOSITORY
-from tests.contract.test_all import examples, run_block
 from tests.rotation import is_whole, third
 from zeroshard.testing import run_ranks
 

@@ -24,8 +24,8 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 
 import zeroshard as zs
 from tests import models
+from tests.contract.blocks import examples, run_block
 from tests.contract.source import REPOSITORY
-from tests.contract.test_all import examples, run_block
 from tests.rotation import third
 from zeroshard.testing import run_ranks
 
