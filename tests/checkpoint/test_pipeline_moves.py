@@ -101,6 +101,7 @@ def move(folder: str, pairs: list[tuple[Layout, Layout]]) -> list[tuple[Any, ...
     return found
 
 
+@pytest.mark.rotates
 def test_any_layout_loads_any_other(tmp_path: Any) -> None:
     draw, pairs = random.Random(29), []
     for number in range(MOVES if is_whole() else SOME):

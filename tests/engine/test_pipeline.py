@@ -221,6 +221,7 @@ def run_page() -> None:
     run_block(program, "docs/pipelines.md")
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("world", [2, 4])
 def test_the_program_of_the_page_runs(world: int) -> None:
     run_ranks(run_page, world, process_group=False, timeout_s=TIMEOUT_S)

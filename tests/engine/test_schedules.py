@@ -266,6 +266,7 @@ def split(stage: int) -> tuple[list[str], float, float]:
 SPLIT = "splits backwards: gradients of weights.* come from torch.autograd.grad and are assigned to weight.grad"
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("stage", range(4))
 def test_split_backwards_are_refused(stage: int) -> None:
     for rank, (found, before, after) in enumerate(run_ranks(split, 2, stage, timeout_s=TIMEOUT_S)):

@@ -102,17 +102,17 @@ def test_a_module_is_planned_as_a_shape_of_equal_layers_is_cut() -> None:
 
 def test_a_search_over_places_finds_what_trying_each_finds() -> None:
     sizes: dict[str, Any] = {"batches": (1,), "stages": (1,), "tensors": (1,), "activations": ("recompute",)}
-    found = zs.search("gpt2-xl", world_size=8, device="a100-40", seq=1024, offload=(), **sizes)
+    found = zs.search("gpt2-xl", world_size=4, device="a100-40", seq=1024, offload=(), **sizes)
     tried = [
-        zs.plan("gpt2-xl", world_size=8, batch=1, stage=1, activations="recompute", pipe=pipe, seq=1024,
+        zs.plan("gpt2-xl", world_size=4, batch=1, stage=1, activations="recompute", pipe=pipe, seq=1024,
                 device="a100-40", micro_batches=4 * pipe if pipe > 1 else 1)
-        for pipe in (1, 2, 4, 8)
+        for pipe in (1, 2, 4)
     ]  # fmt: skip
-    assert sorted({one.options.pipe for one in found.candidates}) == [1, 2, 4, 8]
-    assert found.best[8] is not None
-    assert found.best[8].tokens_per_s == max(one.tokens_per_s for one in tried if one.verdict == "fits")
+    assert sorted({one.options.pipe for one in found.candidates}) == [1, 2, 4]
+    assert found.best[4] is not None
+    assert found.best[4].tokens_per_s == max(one.tokens_per_s for one in tried if one.verdict == "fits")
     speeds = {one.options.pipe: one.tokens_per_s for one in found.candidates}
-    assert [speeds[pipe] for pipe in (1, 2, 4, 8)] == pytest.approx([one.tokens_per_s for one in tried])
+    assert [speeds[pipe] for pipe in (1, 2, 4)] == pytest.approx([one.tokens_per_s for one in tried])
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved"])
