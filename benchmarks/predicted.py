@@ -83,7 +83,7 @@ class Case:
         offloaded: the fraction of states in another memory, `place`: "host" or "file".
         brought: the fraction of parameters in that memory, at stage 3.
         optimizer: a key of `OPTIMIZERS`.
-        pipe: the places of a pipe; `schedule`, `chunks` and `reduce` are those of `zs.pipeline`.
+        pipe: the places of a pipe; `schedule`, `chunks`, `reduce` and `recompute` are those of `zs.pipeline`.
     """
 
     stage: int = 3
@@ -107,12 +107,14 @@ class Case:
     schedule: str = "1f1b"
     chunks: int = 1
     reduce: str = "last"
+    recompute: bool = False
 
     def __str__(self) -> str:
         parts = [f"stage {self.stage}", f"{self.ranks} ranks", str(self.activations)]
         parts += [f"tensor {self.tensor}"] * (self.tensor > 1)
         parts += ["split by tokens"] * self.is_sequence_parallel
         parts += [f"pipe {self.pipe}, {self.schedule}, reduced with the {self.reduce}"] * (self.pipe > 1)
+        parts += ["chunks run again"] * self.recompute
         parts += [f"{self.replicas} copies"] * (self.replicas > 1)
         parts += ["memory of the host" if self.shared_memory else "messages"] * (self.ranks > 1)
         parts += [self.precision] * (self.precision != "fp32")
@@ -282,7 +284,7 @@ def train(case: Case, resident: dict[str, int]) -> list[Any]:
     options["offload"] = offload_of(case, tempfile.gettempdir())
     if case.pipe > 1:
         options |= {"micro_batches": case.micro_batches, "schedule": case.schedule, "reduce": case.reduce}
-        options["chunks"] = case.chunks
+        options |= {"chunks": case.chunks, "recompute": case.recompute}
     pipe = zs.pipeline(model, optimizer, **options) if case.pipe > 1 else None
     zero = zs.shard(model, optimizer, **options) if pipe is None else pipe.zero
     for step in range(steps_of(case)):
@@ -339,6 +341,7 @@ def predict(case: Case) -> list[Found]:
         schedule=case.schedule,
         chunks=case.chunks,
         reduce=case.reduce,
+        recompute=case.recompute,
     )
     film = plan.film
     inside = sum(film.resident_bytes.values()) - film.resident_mapped_bytes + film.elsewhere_bytes.get("host", 0)
@@ -429,6 +432,7 @@ def pipe_matrix() -> Iterator[Case]:
     for micro_batches in (4, 16):
         yield replace(case, micro_batches=micro_batches)
         yield replace(case, micro_batches=micro_batches, schedule="gpipe", activations="recompute")
+        yield replace(case, micro_batches=micro_batches, schedule="gpipe", recompute=True)
     yield replace(case, micro_batches=4, schedule="naive")
     yield replace(case, micro_batches=4, schedule="interleaved", chunks=2)
     case = replace(case, ranks=4, micro_batches=4)

@@ -15,6 +15,9 @@ CASES: list[dict[str, Any]] = [
     {"stage": 2, "ranks": 4, "reduce": "each"},
     {"stage": 1, "ranks": 2, "schedule": "interleaved", "chunks": 2},
     {"stage": 3, "ranks": 4, "pipe": 4, "activations": "recompute"},
+    {"stage": 1, "ranks": 2, "schedule": "gpipe", "recompute": True},
+    {"stage": 3, "ranks": 4, "pipe": 4, "recompute": True},
+    {"stage": 2, "ranks": 2, "schedule": "interleaved", "chunks": 2, "recompute": True},
 ]
 
 

@@ -11,7 +11,7 @@ import zeroshard as zs
 from zeroshard.plan.machine.hardware import DEVICES
 from zeroshard.plan.planning import plan_shape, shape_of
 from zeroshard.plan.trying import candidate_of
-from zeroshard.table.pipeline import schedule_of
+from zeroshard.table.pipeline import RECEIVES, Kind, play, schedule_of
 
 SHAPE = zs.Transformer(name="even", layers=8, hidden=256, heads=8, inner=1024, vocabulary=64, sequence=256)
 LARGE = dataclasses.replace(SHAPE, layers=16, hidden=2048, inner=8192, heads=16, sequence=2048)
@@ -134,6 +134,7 @@ def test_a_candidate_is_the_plan_of_its_options(schedule: str) -> None:
         ({"pipe": 2, "micro_batches": 2, "reduce": "never"}, "reduce must be 'auto', 'last' or 'each'"),
         ({"pipe": 2, "micro_batches": 2, "no_sync": True}, "reduce='last' or reduce='each'"),
         ({"pipe": 2, "micro_batches": 2, "parameters": "until-backward"}, "are not planned: plan 'sharded'"),
+        ({"recompute": True}, "recompute=True is of the chunks of a pipe; without one use activations='recompute'"),
         ({"pipe": 3, "micro_batches": 3}, "pipe=3 places must divide the 8"),
         ({"pipe": 8, "micro_batches": 16, "schedule": "interleaved"}, "12 blocks, too few for a pipe of 16 chunks"),
     ],
@@ -141,6 +142,21 @@ def test_a_candidate_is_the_plan_of_its_options(schedule: str) -> None:
 def test_what_cannot_run_or_be_planned_is_refused(options: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         zs.plan("gpt2", world_size=8, **options)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_chunks_that_run_again_keep_less_and_fill_waits(schedule: str) -> None:
+    options: dict[str, Any] = {"world_size": 4, "pipe": 4, "micro_batches": 16, "schedule": schedule, "stage": 0}
+    kept, again = (zs.plan(LARGE, recompute=recompute, batch=2, **options) for recompute in (False, True))
+    assert again.peak_bytes < kept.peak_bytes
+    training = schedule_of(schedule, 4, 16, recomputed=range(4))
+    spans = play(training, {Kind.FORWARD: [1.0] * 4, Kind.RECOMPUTE: [1.0] * 4, Kind.BACKWARD: [2.0] * 4})
+    end_s = max(one[-1][-1] for one in spans)
+    expected = [1 - sum(stop_s - start_s for action, start_s, stop_s in one if action.kind not in RECEIVES) / end_s
+                for one in spans]  # fmt: skip
+    assert again.idle == pytest.approx(expected, abs=0.015)
+    forwards = [phase.name for phase in again.film.phases].count("forward")
+    assert forwards == 16 + sum(one.kind is Kind.RECOMPUTE for one in training.actions[again.shown])
 
 
 def test_lanes_have_each_place_with_its_idle_time() -> None:

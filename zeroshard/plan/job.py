@@ -100,7 +100,7 @@ class Options:
         no_sync: whether only the last micro-batch reduces gradients.
         elementwise: of `optimizers`, as in `zs.Settings`.
         pipe: number of places of a pipe; the others are the options of one place, but for `world_size`.
-        schedule, chunks: of the pipe; the number of chunks at each place.
+        schedule, chunks, recompute: of the pipe; the number of chunks at each place; whether chunks run again.
     """
 
     world_size: int
@@ -128,6 +128,7 @@ class Options:
     pipe: int = 1
     schedule: str = "1f1b"
     chunks: int = 1
+    recompute: bool = False
 
     def __post_init__(self) -> None:
         # Caches are keyed by these numbers, and a numpy integer equals a Python integer.
@@ -144,7 +145,7 @@ class Options:
     @cached_property
     def training(self) -> Schedule:
         """The schedule of a step, of one place without a pipe; raises as `training_of`."""
-        return training_of(self.schedule, self.pipe, self.micro_batches, self.chunks)
+        return training_of(self.schedule, self.pipe, self.micro_batches, self.chunks, recompute=self.recompute)
 
     @property
     def place_ranks(self) -> int:
@@ -188,7 +189,7 @@ class Options:
 
     def words(self) -> Mapping[str, str | int]:
         """Return the options as readable text."""
-        reduced = "last" if self.no_sync else "each"
+        reduced = ("last" if self.no_sync else "each") + ", recompute" * self.recompute
         return {
             "ranks": self.world_size,
             "device": self.device.name,

@@ -76,9 +76,9 @@ def _played(schedule: Schedule, places: Sequence[tuple[Job, Film]], options: Opt
     """Return when each action of each place runs, and when the last backward ends.
 
     Args:
-        places: job and film of each place; of the film only how long forwards and backwards take counts.
+        places: job and film of each place; of the film only how long its passes take counts.
     """
-    seconds = {kind: [0.0] * schedule.all_chunks for kind in (Kind.FORWARD, Kind.BACKWARD)}
+    seconds = {kind: [0.0] * schedule.all_chunks for kind in (Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD)}
     tails, most_bytes = list[float](), 0
     for place, (job, film) in enumerate(places):
         assert job.pipe is not None

@@ -7,7 +7,7 @@ Plans of shapes work without torch.
 import dataclasses
 import json
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Final
 
 from zeroshard.plan.machine.hardware import DEVICES
 from zeroshard.plan.machine.profiles import device_for
@@ -21,6 +21,11 @@ if TYPE_CHECKING:
 __all__ = ["add_commands"]
 
 Print = Callable[[str], None]
+TRIED: Final = (
+    *("batch", "stage", "residency", "activations", "mesh", "tensor", "micro_batches", "no_sync"),
+    *("pipe", "schedule", "chunks", "reduce", "recompute"),
+)
+"""Arguments of `zs.plan` that are options of the same name, and of which a search tries values."""
 
 
 def add_commands(app: "typer.Typer", show: Print, fail: Callable[[str], None]) -> None:
@@ -33,6 +38,7 @@ def add_commands(app: "typer.Typer", show: Print, fail: Callable[[str], None]) -
     import typer
 
     def plan(
+        context: typer.Context,
         model: Annotated[
             str, typer.Argument(help="A bundled shape, or a config.json or its folder; --list shows shapes.")
         ] = "",
@@ -54,6 +60,7 @@ def add_commands(app: "typer.Typer", show: Print, fail: Callable[[str], None]) -
         schedule: Annotated[str, typer.Option(help="Of the pipe: 1f1b, gpipe, interleaved or naive.")] = "1f1b",
         chunks: Annotated[int | None, typer.Option(help="At each place, for interleaved.")] = None,
         reduce: Annotated[str, typer.Option(help="Of the pipe: auto, last or each.")] = "auto",
+        recompute: Annotated[bool, typer.Option("--recompute", help="Of the pipe: chunks run again.")] = False,
         optimizer: Annotated[str, typer.Option(help="adamw, adamw8bit, muon, lion, ...")] = "adamw",
         micro_batches: Annotated[int, typer.Option(help="Of a step.")] = 1,
         no_sync: Annotated[bool, typer.Option("--no-sync", help="Reduce gradients in the last of them only.")] = False,
@@ -69,49 +76,22 @@ def add_commands(app: "typer.Typer", show: Print, fail: Callable[[str], None]) -
         try:
             where = device_for(device)
             where = where if host is None else dataclasses.replace(where, host_bytes=int(host * 1e9))
-            counts = _numbers(ranks)
+            counts, same = _numbers(ranks), {name: context.params[name] for name in ("seq", "precision", "optimizer")}
             if as_search:
-                tried = {"batch": batch != 1, "stage": stage is not None, "residency": residency is not None}
-                tried |= {"activations": activations is not None, "mesh": mesh != 1, "tensor": tensor != 1}
-                tried |= {"micro-batches": micro_batches != 1, "no-sync": no_sync, "pipe": pipe != 1}
-                tried |= {"schedule": schedule != "1f1b", "chunks": chunks is not None, "reduce": reduce != "auto"}
-                if given := [name for name, is_given in tried.items() if is_given]:
-                    raise ValueError(f"--search tries values of --{given[0]} itself; leave it out, or use zs.search().")
-                places = _places(offload)
-                found = search(
-                    model,
-                    world_size=counts,
-                    device=where,
-                    seq=seq,
-                    precision=precision,
-                    optimizer=optimizer,
-                    offload=places,
-                )
+                sources = {name: context.get_parameter_source(name) for name in TRIED}
+                given = [name for name, one in sources.items() if one is not None and one.name != "DEFAULT"]
+                if given:
+                    option = given[0].replace("_", "-")
+                    raise ValueError(f"--search tries values of --{option} itself; leave it out, or use zs.search().")
+                found = search(model, world_size=counts, device=where, offload=_places(offload), **same)
                 show(json.dumps(found.to_json()) if as_json else str(found))
                 return
             if len(counts) > 1:
                 raise ValueError(f"--ranks takes several numbers with --search only; got {ranks!r}.")
-            made = make_plan(
-                model,
-                world_size=counts[0],
-                device=where,
-                batch=batch,
-                seq=seq,
-                stage=int(stage) if stage is not None and stage.isdecimal() else stage,  # type: ignore[arg-type]
-                residency=residency,
-                activations=activations,
-                offload=offload,
-                precision=precision,
-                mesh=mesh,
-                tensor=tensor,
-                optimizer=optimizer,
-                micro_batches=micro_batches,
-                no_sync=no_sync,
-                pipe=pipe,
-                schedule=schedule,
-                chunks=chunks,
-                reduce=reduce,
-            )
+            asked = same | {name: context.params[name] for name in TRIED}
+            if (stage or "").isdecimal():
+                asked["stage"] = int(stage or "")
+            made = make_plan(model, world_size=counts[0], device=where, offload=offload, **asked)
         except (ValueError, TypeError, OSError) as error:
             fail(str(error))
             return

@@ -88,6 +88,7 @@ def make_plan(
     schedule: str = "1f1b",
     chunks: int | None = None,
     reduce: str = "auto",
+    recompute: bool = False,
     cut: Sequence[str] | None = None,
 ) -> Plan:
     """Predict a run: memory by column and at its peak, time of a step, traffic, and whether it fits.
@@ -137,7 +138,7 @@ def make_plan(
         elementwise: of the optimizers of a module, as in `zs.Settings(elementwise=)`.
         pipe: number of places of a pipe; also given by a mesh with an axis "pipe". `micro_batches` is then that of
             `zs.pipeline`, and a plan has classes of ranks by place.
-        schedule, chunks, reduce: as in `zs.pipeline`.
+        schedule, chunks, reduce, recompute: as in `zs.pipeline`.
         cut: for modules, as in `zs.pipeline`.
 
     Returns: the plan; `print(plan)` shows it.
@@ -175,7 +176,10 @@ def make_plan(
     axes = dict(resolved.axes)
     if pipe not in (1, places := axes.get("pipe", pipe)):
         raise ValueError(f"pipe={pipe}, but mesh= has {places} rank(s) along 'pipe'. Leave pipe= out.")
-    training = training_of(schedule, places, check_count("micro_batches", micro_batches), chunks, reduce)
+    check_count("micro_batches", micro_batches)
+    training = training_of(schedule, places, micro_batches, chunks, reduce, recompute=recompute)
+    if places == 1 and recompute:
+        raise ValueError("recompute=True is of the chunks of a pipe; without one use activations='recompute'.")
     if places > 1 and no_sync:
         raise ValueError("no_sync=True is of loops over micro-batches; a pipe has reduce='last' or reduce='each'.")
     options = Options(
@@ -203,6 +207,7 @@ def make_plan(
         pipe=places,
         schedule=schedule,
         chunks=training.chunks,
+        recompute=recompute,
     )
     check_options(options)
     given = {"inputs": inputs, "loss": loss, "units": units, "reads": reads, "parallelize": parallelize}

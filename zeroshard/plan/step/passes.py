@@ -44,6 +44,8 @@ class Passes:
         self._whole: dict[int, _Whole] = {}
         self.numbers: dict[int, int] = {}
         """The storages of the model's tensors, of the micro-batch that is played."""
+        self.has_graph = True
+        """Whether autograd records the forward, and keeps what its operations read."""
         self._landed, self._late = -1, -1
         """The tensor of the last gradient, and its storage once it is dropped: autograd has it until its hooks end."""
 
@@ -63,6 +65,8 @@ class Passes:
                 self._run(self._job.units[unit], one)
                 continue
             spec = self._job.units[unit]
+            if one.kind == "leave" and not self.has_graph:
+                self._leave_last()
             if one.kind == "complete":
                 self.landing.copy(spec)
             self._act(next(marked), steady, phase)
@@ -71,6 +75,11 @@ class Passes:
                 self._clock.wait(f"{name} on the bus", whole.brought_s, is_offload=True)
                 self._clock.wait(name, whole.ready_s)
                 self._note_wait(spec)
+
+    def _leave_last(self) -> None:
+        """Drop what a module made, but for its output, which is the last tensor that it made."""
+        for storage in [*self.numbers.values()][:-1]:
+            self._storages.drop(storage)
 
     # -- what the engine issues ---------------------------------------------------------------------------------------
 

@@ -18,8 +18,9 @@ from zeroshard.table.step import Phase
 
 __all__ = ["Place"]
 
-Play = Callable[[int, int, Phase, dict[int, int]], None]
-"""Plays a pass: of a chunk, of a micro-batch, forward or backward, with the storages of the micro-batch by tensor."""
+Play = Callable[[int, int, Phase, dict[int, int], bool], None]
+"""Plays a pass: of a chunk, of a micro-batch, forward or backward, with the storages of the micro-batch by tensor, and
+with the graph that autograd records, or without."""
 
 SENT: Final = MappingProxyType(
     {Kind.SEND_OUTPUT: (Kind.RECEIVE_INPUT, 1), Kind.SEND_GRADIENT: (Kind.RECEIVE_GRADIENT, -1)}
@@ -53,6 +54,7 @@ class Place:
         pipe, clock, actions = self._pipe, self._clock, self._pipe.actions
         flights: dict[tuple[int, int], dict[int, int]] = {}
         most, sent = pipe.schedule.live(pipe.place) + 1, deque[Sequence[int]]()
+        twice, sending = {one[1:] for one in actions if one.kind is Kind.RECOMPUTE}, dict[tuple[int, int], list[int]]()
         for at, action in enumerate(actions):
             kind, chunk, micro = action
             if kind in RECEIVES:
@@ -60,11 +62,18 @@ class Place:
                 clock.wait("a message", pipe.ready_s.get(action, 0.0))
                 continue
             self._expect(next((one for one in actions[at + 1 :] if one.kind in RECEIVES), None))
-            if kind is Kind.FORWARD:
-                play(chunk, micro, "forward", flights.setdefault((chunk, micro), {}))
+            if kind in (Kind.FORWARD, Kind.RECOMPUTE):
+                has_graph = kind is Kind.RECOMPUTE or (chunk, micro) not in twice
+                made = flights[chunk, micro] = {}
+                play(chunk, micro, "forward", made, has_graph)
+                if not has_graph:
+                    self._drop(made.values())
+                    outputs = pipe.messages.get((Kind.RECEIVE_INPUT, chunk + 1), ())
+                    sending[chunk, micro] = [self._make(one) for one in outputs]
             elif kind is Kind.BACKWARD:
                 left = flights.pop((chunk, micro))
-                play(chunk, micro, "backward", left)
+                self._drop(sending.pop((chunk, micro), ()))
+                play(chunk, micro, "backward", left, True)
                 for one in RECEIVES:
                     self._give(self._incoming.pop(Action(one, chunk, micro), []))
                 sent.append([*left.values()])  # what a backward leaves are the gradients of its input

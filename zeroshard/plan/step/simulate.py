@@ -171,9 +171,9 @@ class _Rank:
         pipe, no_sync, last = self._job.pipe, self._job.no_sync, self._job.micro_batches - 1
         inputs = self.storages.make(self._job.input_bytes * (last + 1), "activations", "", "inputs")
 
-        def play(chunk: int, micro_batch: int, phase: PassPhase, numbers: dict[int, int]) -> None:
+        def play(chunk: int, micro_batch: int, phase: PassPhase, numbers: dict[int, int], has_graph: bool) -> None:
             assert pipe is not None
-            self._passes.numbers, own = numbers, pipe.chunks[chunk]
+            self._passes.numbers, self._passes.has_graph, own = numbers, has_graph, pipe.chunks[chunk]
             self._play(phases, own, phase, own.passes(is_reduced=micro_batch == last or not no_sync))
 
         place.run(play)
