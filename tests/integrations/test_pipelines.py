@@ -12,6 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 import zeroshard as zs
 from tests.oracle import TIMEOUT_S, WATCHDOG_S, seed
 from tests.rotation import third
+from zeroshard.describe.blocks import find_blocks
+from zeroshard.parallel.cut import cut_model
 from zeroshard.testing import run_ranks
 
 from . import tiny
@@ -98,3 +100,16 @@ def test_models_of_transformers_train_as_in_one_process() -> None:
 def test_an_encoder_and_a_decoder_are_refused() -> None:
     for found in run_ranks(train, 4, [REFUSED], [0], timeout_s=4 * TIMEOUT_S):
         assert "Module 'encoder' returns a BaseModelOutput" in found[REFUSED], found
+
+
+def test_a_model_is_cut_between_the_blocks_of_its_own_plan_for_pipelines() -> None:
+    """Gemma 3n has other lists of modules beside its layers."""
+    with torch.device("meta"):
+        model = transformers.Gemma3nForCausalLM(transformers.Gemma3nTextConfig(num_hidden_layers=4, num_kv_shared_layers=0))
+    layers = [f"model.layers.{number}" for number in range(4)]
+    outside = {name for name, module in model.named_modules() if module in find_blocks(model)[0]} - {*layers}
+    assert outside  # of which blocks would be members
+    for chunks in (2, 3, 4):
+        assert {*cut_model(model, None, chunks).starts} < {*layers}
+    with pytest.raises(ValueError, match="Gemma3nForCausalLM has 4 blocks, too few for a pipe of 5 chunks"):
+        cut_model(model, None, 5)

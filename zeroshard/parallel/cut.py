@@ -95,7 +95,8 @@ def cut_model(model: nn.Module, cut: Sequence[str] | None, count: int) -> Cut:
 
     Args:
         cut: the names of the modules at which the chunks after the first begin; None to divide the blocks of the model
-            so that the largest chunk has as few bytes of parameters as possible.
+            so that the largest chunk has as few bytes of parameters as possible: those of the plan for pipelines that
+            models of Transformers have, or those of `find_blocks`.
         count: the number of chunks.
 
     Raises:
@@ -174,7 +175,7 @@ def _balanced(model: nn.Module, named: dict[str, nn.Module], count: int) -> tupl
     """Return the blocks at which chunks begin, so that the largest chunk has as few bytes as possible."""
     if count == 1:
         return ()
-    chosen, _ = find_blocks(model)
+    chosen = _planned_blocks(model, named) or find_blocks(model)[0]
     blocks = [name for name, module in named.items() if module in chosen and any(True for _ in module.parameters())]
     inner = {one for name in blocks for one in blocks if one.startswith(f"{name}.")}
     blocks = [name for name in blocks if name not in inner]
@@ -191,6 +192,16 @@ def _balanced(model: nn.Module, named: dict[str, nn.Module], count: int) -> tupl
     # The part before the first block stays with it.
     weights = [sizes[0] + sizes[1], *sizes[2:]]
     return tuple(blocks[first] for first in balanced(weights, count)[1:])
+
+
+def _planned_blocks(model: nn.Module, named: dict[str, nn.Module]) -> set[nn.Module]:
+    """Return the members of the lists of modules in a model's own plan for pipelines; none without such a plan.
+
+    Models of Transformers have this plan, `base_model_pp_plan` of their configuration under the names of the model. Its
+    other modules, such as embedding and head, stay with the blocks beside them.
+    """
+    lists = [named[name] for name in getattr(model, "_pp_plan", None) or () if name in named]
+    return {member for one in lists if isinstance(one, nn.ModuleList) for member in one}
 
 
 # -- what is at other places ------------------------------------------------------------------------------------------
