@@ -105,7 +105,9 @@ def test_an_encoder_and_a_decoder_are_refused() -> None:
 def test_a_model_is_cut_between_the_blocks_of_its_own_plan_for_pipelines() -> None:
     """Gemma 3n has other lists of modules beside its layers."""
     with torch.device("meta"):
-        model = transformers.Gemma3nForCausalLM(transformers.Gemma3nTextConfig(num_hidden_layers=4, num_kv_shared_layers=0))
+        model = transformers.Gemma3nForCausalLM(
+            transformers.Gemma3nTextConfig(num_hidden_layers=4, num_kv_shared_layers=0)
+        )
     layers = [f"model.layers.{number}" for number in range(4)]
     outside = {name for name, module in model.named_modules() if module in find_blocks(model)[0]} - {*layers}
     assert outside  # of which blocks would be members

@@ -1,0 +1,236 @@
+"""The Trainer of Transformers, and trainers that are built on it, with the model sharded by `zs.shard`.
+
+Owns the moments at which a Trainer shards, saves and loads. Saving keeps the Trainer's own files; master weights,
+optimizer states and the scheduler are in a checkpoint of zeroshard beside them, in parts, so that no rank holds the
+states of the others.
+"""
+
+import dataclasses
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+import zeroshard as zs
+from zeroshard.integrations.accelerate import mark
+
+try:
+    import transformers
+    from accelerate import Accelerator  # noqa: F401 - transformers.Trainer needs the library
+    from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+except ModuleNotFoundError as error:
+    raise ImportError(
+        f'{__name__} needs {error.name!r}; install it with: pip install "zeroshard[transformers]"'
+    ) from error
+
+__all__ = ["Seq2SeqTrainer", "Trainer", "ZeroMixin", "newest", "on_meta"]
+
+FOLDER: Final = "zeroshard"
+"""The checkpoint of zeroshard in the folder of a Trainer's checkpoint."""
+STATE: Final = "trainer_state.json"
+"""The file that a Trainer writes last into a checkpoint."""
+REFUSED: Final = MappingProxyType(
+    {
+        "auto_find_batch_size": "it would shard the model again after an error of one rank: set the batch size",
+        "bf16_full_eval": "evaluation has the precision of training: write zero=dict(precision='bf16')",
+        "deepspeed": "it shards, too: leave it out",
+        "fp16_full_eval": "evaluation has the precision of training: write zero=dict(precision='fp16')",
+        "fsdp": "it shards, too: leave it out",
+        "parallelism_config": "write zero=dict(mesh=...) with a DeviceMesh",
+    }
+)
+"""Fields of TrainingArguments that are refused, and the remedies."""
+KEPT: Final = ("stage", "mesh", "precision", "settings")
+"""Arguments of `zs.shard` for a model that is not trained."""
+
+
+class ZeroMixin(transformers.Trainer if TYPE_CHECKING else object):  # type: ignore[misc]
+    """Shards the model of a Trainer when the optimizer is made; put it before a class that derives from Trainer.
+
+    Args:
+        zero: the arguments of `zs.shard`, such as `{"stage": 3}`. `bf16=True` and `fp16=True` of TrainingArguments are
+            its `precision=`, with master weights in fp32 and without autocast.
+
+    Attribute `zero` is the handle; None until `train()` makes the optimizer.
+
+    Raises:
+        ValueError: an argument cannot be combined with sharding; nothing was changed.
+
+    Collective: saving, loading and evaluation; every rank runs the same calls, as with the stock classes.
+    """
+
+    zero: zs.Zero | None = None
+
+    def __init__(self, *args: Any, zero: Mapping[str, Any] | None = None, **options: Any) -> None:
+        self._asked = dict(zero or {})
+        self._refuse_arguments((*args, *options.values()), options.get("optimizers"))
+        super().__init__(*args, **options)
+        self._refuse_models()
+        if (reference := getattr(self, "ref_model", None)) is not None:
+            self._shard_reference(reference)
+
+    # -- before training ----------------------------------------------------------------------------------------------
+
+    def _build_accelerator_args(self, **options: Any) -> dict[str, Any]:
+        asked: dict[str, Any] = super()._build_accelerator_args(**options)
+        if (precision := asked["mixed_precision"]) not in (None, "no"):
+            self._asked.setdefault("precision", precision)
+        return asked | {"mixed_precision": "no"}
+
+    def _move_model_to_device(self, model: torch.nn.Module, device: torch.device) -> None:
+        if not any(one.is_meta for one in model.parameters()):
+            super()._move_model_to_device(model, device)
+
+    def _refuse_arguments(self, given: Sequence[object], optimizers: Any) -> None:
+        """Raise if an argument cannot be combined with sharding."""
+        name = type(self).__name__
+        for arguments in (one for one in given if isinstance(one, transformers.TrainingArguments)):
+            for field, remedy in REFUSED.items():
+                if getattr(arguments, field, None):
+                    raise ValueError(f"{name}(zero=) with TrainingArguments({field}=...): {remedy}.")
+            if arguments.n_gpu > 1:
+                raise ValueError(f"{name}(zero=) in one process with {arguments.n_gpu} GPUs: start it with torchrun.")
+        if optimizers is not None and optimizers[0] is not None:
+            raise ValueError(
+                f"{name}(zero=) with optimizers=: the model may change until training begins, so the optimizer is made "
+                "then. Name it with TrainingArguments(optim=) or optimizer_cls_and_kwargs=, or override "
+                "create_optimizer()."
+            )
+
+    def _refuse_models(self) -> None:
+        """Raise if a model was placed on devices by Transformers."""
+        ways = {"hf_device_map": "device_map=", "is_distributed_loading_by_transformers": "distributed_config="}
+        for attribute, argument in ways.items():
+            if any(getattr(one, attribute, None) for one in (self.model, getattr(self, "ref_model", None))):
+                raise ValueError(
+                    f"{type(self).__name__}(zero=): the model was loaded with {argument}; load it without."
+                )
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        """Make the optimizer, and shard the model over all ranks. Collective: as `zs.shard`."""
+        optimizer: torch.optim.Optimizer = super().create_optimizer(model)
+        if self.zero is None:
+            self.zero = zs.shard(self.model, optimizer, **self._options())
+            mark(self.model, self.zero)
+            if self.args.torch_compile:  # Accelerate compiles only what it prepares
+                self.model.compile(backend=self.args.torch_compile_backend, mode=self.args.torch_compile_mode)
+        return optimizer
+
+    def _options(self) -> dict[str, Any]:
+        """Return the arguments of `zs.shard`: ranks may generate texts of different lengths."""
+        options, settings = dict(self._asked), self._asked.get("settings", zs.Settings())
+        if hasattr(self.model, "generate") and "generate" not in settings.forward_methods:
+            methods = (*settings.forward_methods, "generate")
+            options["settings"] = dataclasses.replace(settings, forward_methods=methods)
+        return options
+
+    def _shard_reference(self, model: torch.nn.Module) -> None:
+        """Shard a model that is only evaluated, such as the reference of DPO. Collective: as `zs.shard`."""
+        kept = {
+            name: self._options()[name]
+            for name in ("stage", "mesh", "precision", "settings")
+            if name in self._options()
+        }
+        for parameter in model.parameters():
+            parameter.requires_grad_(False)
+        zs.shard(model, **kept)
+        mark(model, None)
+
+    # -- saving -------------------------------------------------------------------------------------------------------
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save the model for `from_pretrained`, on rank 0. Collective: gathers all parameters; every rank must call."""
+        if self.zero is None:
+            super().save_model(output_dir, _internal_call)
+            return
+        with self.zero.gathered(whole=True):
+            super().save_model(output_dir, _internal_call)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        assert self.zero is not None
+        path = Path(output_dir, FOLDER)
+        if self.zero.mesh.rank == 0 and path.exists():  # a job that was killed left it
+            shutil.rmtree(path)
+        self.zero.agree(True, "the folder of the checkpoint")
+        self.zero.save(path / f"step-{self.state.global_step}", {"scheduler": self.lr_scheduler.state_dict()})
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        super()._save_rng_state(output_dir)
+        assert self.zero is not None
+        self.zero.agree(True, "the files of all ranks")  # before rank 0 writes the last file
+
+    # -- loading ------------------------------------------------------------------------------------------------------
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **options: Any) -> Any:
+        """Train as the stock class; `resume_from_checkpoint=True` takes the newest complete checkpoint."""
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = str(newest(Path(str(self.args.output_dir))))
+        return super().train(resume_from_checkpoint, *args, **options)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: torch.nn.Module | None = None) -> None:
+        if Path(resume_from_checkpoint, FOLDER).exists():
+            return  # `_load_optimizer_and_scheduler` loads the model, too
+        if self.zero is None:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+            return
+        with self.zero.gathered(writeback=True):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        assert self.zero is not None
+        if (path := zs.latest(Path(checkpoint, FOLDER))) is None:
+            raise ValueError(
+                f"{checkpoint} has no folder '{FOLDER}': a stock Trainer wrote it, or save_only_model=True. Start from "
+                "its weights with from_pretrained(), without resume_from_checkpoint."
+            )
+        self.lr_scheduler.load_state_dict(self.zero.load(path).extra["scheduler"])
+
+    def _load_best_model(self) -> None:
+        if self.zero is None:
+            super()._load_best_model()
+            return
+        with self.zero.gathered(writeback=True):
+            super()._load_best_model()
+
+
+def newest(folder: Path) -> Path:
+    """Return the newest checkpoint of a Trainer that is complete.
+
+    Raises:
+        ValueError: there is none.
+    """
+    found = [one for one in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*") if one.name.rpartition("-")[2].isdecimal()]
+    for path in sorted(found, key=lambda one: -int(one.name.rpartition("-")[2])):
+        try:
+            json.loads((path / STATE).read_text())
+        except (OSError, ValueError):
+            continue
+        return path
+    raise ValueError(f"{folder} has no complete checkpoint; train without resume_from_checkpoint to start.")
+
+
+class Trainer(ZeroMixin, transformers.Trainer):  # type: ignore[misc]
+    """The stock Trainer, sharded: `Trainer(model, args, train_dataset=..., zero=dict(stage=3))`."""
+
+
+class Seq2SeqTrainer(ZeroMixin, transformers.Seq2SeqTrainer):  # type: ignore[misc]
+    """The stock Seq2SeqTrainer, sharded; ranks may generate texts of different lengths."""
+
+
+def on_meta(folder: str | Path, kind: Any = transformers.AutoModelForCausalLM) -> torch.nn.Module:
+    """Return the model of a local folder without memory: `zero=dict(weights=folder)` reads it into shards.
+
+    Args:
+        folder: with `config.json` and safetensors.
+        kind: the class, such as AutoModelForCausalLM.
+    """
+    config = transformers.AutoConfig.from_pretrained(folder)
+    with torch.device("meta"):
+        model: torch.nn.Module = kind.from_config(config)
+    return model
