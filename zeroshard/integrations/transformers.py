@@ -55,7 +55,7 @@ class ZeroMixin(transformers.Trainer if TYPE_CHECKING else object):  # type: ign
         zero: the arguments of `zs.shard`, such as `{"stage": 3}`. `bf16=True` and `fp16=True` of TrainingArguments are
             its `precision=`, with master weights in fp32 and without autocast.
 
-    Attribute `zero` is the handle; None until `train()` makes the optimizer.
+    Attribute `zero` is the handle; None until `train()` makes the optimizer. `reference` is that of `ref_model`.
 
     Raises:
         ValueError: an argument cannot be combined with sharding; nothing was changed.
@@ -64,6 +64,7 @@ class ZeroMixin(transformers.Trainer if TYPE_CHECKING else object):  # type: ign
     """
 
     zero: zs.Zero | None = None
+    reference: zs.Zero | None = None
 
     def __init__(self, *args: Any, zero: Mapping[str, Any] | None = None, **options: Any) -> None:
         self._asked = dict(zero or {})
@@ -137,7 +138,7 @@ class ZeroMixin(transformers.Trainer if TYPE_CHECKING else object):  # type: ign
         }
         for parameter in model.parameters():
             parameter.requires_grad_(False)
-        zs.shard(model, **kept)
+        self.reference = zs.shard(model, **kept)
         mark(model, None)
 
     # -- saving -------------------------------------------------------------------------------------------------------
