@@ -1,0 +1,246 @@
+"""Strategies for Lightning's Fabric and Trainer that shard the model by `zs.shard`.
+
+Owns the moments at which they shard, accumulate, save and load. A checkpoint is a folder, of which each rank writes its
+part; the Trainer's own values are in a file of Lightning's beside it.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+import zeroshard as zs
+
+try:
+    from lightning.fabric.strategies import DDPStrategy as FabricDDP
+    from lightning.fabric.strategies.strategy import _BackwardSyncControl
+    from lightning.pytorch.strategies import DDPStrategy
+except ModuleNotFoundError as error:
+    raise ImportError(
+        f'{__name__} needs {error.name!r}; install it with: pip install "zeroshard[lightning]"'
+    ) from error
+
+__all__ = ["FabricStrategy", "ZeroStrategy"]
+
+VALUES: Final = "lightning.ckpt"
+"""The file of the Trainer's own values in the folder of a checkpoint."""
+FOLDER: Final = "zeroshard"
+STEPS: Final = ("training_step", "validation_step", "test_step", "predict_step")
+"""Methods of a LightningModule that run the model."""
+
+
+def _check_precision(name: str, precision: Any) -> None:
+    """Raise if Lightning would cast what `precision=` of `zs.shard` casts."""
+    asked = getattr(precision, "precision", "32-true")
+    if asked not in ("32-true", "32"):
+        raise ValueError(
+            f"{name} with precision={asked!r}: leave Lightning's precision out, and write "
+            f"{name}({{'precision': 'bf16'}}), which keeps master weights in fp32."
+        )
+
+
+# -- Fabric -----------------------------------------------------------------------------------------------------------
+
+
+class _SyncControl(_BackwardSyncControl):  # type: ignore[misc]
+    """Delays reductions in `fabric.no_backward_sync(model)`."""
+
+    def __init__(self, zeros: Mapping[nn.Module, zs.Zero]) -> None:
+        self._zeros = zeros
+
+    def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
+        """Return the context of a backward that reduces nothing."""
+        return self._zeros[module].no_sync() if enabled else nullcontext()
+
+
+class FabricStrategy(FabricDDP):  # type: ignore[misc]
+    """A strategy of Fabric: `fabric.setup(model, optimizer)` shards both, in place.
+
+    Args:
+        zero: the arguments of `zs.shard`, such as `{"stage": 3}`.
+        options: those of Fabric's DDPStrategy for the process group.
+
+    `fabric.save(path, state)` writes a folder, in parts, and takes one sharded model, its optimizers, and values as in
+    `zero.save(extra=)`; `fabric.load(path, state)` reads such a folder on any number of ranks.
+
+    Raises:
+        ValueError: Fabric has a precision, or a state has no sharded model, or several.
+    """
+
+    def __init__(self, zero: Mapping[str, Any] | None = None, **options: Any) -> None:
+        super().__init__(**options)
+        self._asked, self._zeros = dict(zero or {}), dict[nn.Module, zs.Zero]()
+        self._backward_sync_control = _SyncControl(self._zeros)
+
+    def zero_of(self, module: nn.Module) -> zs.Zero:
+        """Return the handle of a model that `fabric.setup` returned."""
+        return self._zeros[getattr(module, "module", module)]
+
+    def setup_module_and_optimizers(self, module: nn.Module, optimizers: list[Any], scheduler: Any = None) -> Any:
+        """Shard a model and its optimizers. Collective: as `zs.shard`."""
+        self._shard(module, optimizers)
+        return module, optimizers, scheduler
+
+    def setup_module(self, module: nn.Module) -> nn.Module:
+        """Shard a model without an optimizer. Collective: as `zs.shard`."""
+        self._shard(module, None)
+        return module
+
+    def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """Shard an optimizer of the last model that was set up. Collective: as `zero.attach`."""
+        if not self._zeros:
+            raise ValueError("FabricStrategy: set up the model before its optimizer, or both in one fabric.setup().")
+        [*self._zeros.values()][-1].attach(optimizer)
+        return optimizer
+
+    def _shard(self, module: nn.Module, optimizers: list[Any] | None) -> None:
+        _check_precision(type(self).__name__, self.precision)
+        self._zeros[module] = zs.shard(module, optimizers, **self._asked)
+
+    def save_checkpoint(
+        self, path: Any, state: dict[str, Any], storage_options: Any = None, filter: Any = None
+    ) -> None:
+        """Write a checkpoint of one model. Collective: as `zero.save`; every rank must call."""
+        if storage_options is not None or filter is not None:
+            raise ValueError("fabric.save() of a sharded model takes no filter= and no storage_options=.")
+        values = {name: one for name, one in state.items() if not isinstance(one, nn.Module | torch.optim.Optimizer)}
+        values = {name: one.state_dict() if hasattr(one, "state_dict") else one for name, one in values.items()}
+        self._zero_in(state).save(path, values)
+
+    def load_checkpoint(
+        self, path: Any, state: Any = None, strict: bool = True, weights_only: Any = None
+    ) -> dict[str, Any]:
+        """Load a checkpoint into a model, its optimizers and the values of a state. Collective: as `zero.load`."""
+        state = {"model": state} if isinstance(state, nn.Module) else state or {}
+        found = dict(self._zero_in(state).load(path).extra)
+        own = {name for name, one in state.items() if not isinstance(one, nn.Module | torch.optim.Optimizer)}
+        if strict and (missing := own - found.keys()):
+            raise KeyError(f"{path} has no {sorted(missing)}; it has {sorted(found)}. Pass strict=False to go on.")
+        for name in own & found.keys():
+            if hasattr(state[name], "load_state_dict"):
+                state[name].load_state_dict(found.pop(name))
+            else:
+                state[name] = found.pop(name)
+        return found
+
+    def _zero_in(self, state: Mapping[str, Any]) -> zs.Zero:
+        """Return the handle of the model of a state."""
+        models = [one for one in state.values() if isinstance(one, nn.Module) and one in self._zeros]
+        if len(models) != 1:
+            raise ValueError(
+                f"A state with {len(models)} sharded models: fabric.save() and load() take one, with its optimizers. "
+                "Write one folder for each model."
+            )
+        return self._zeros[models[0]]
+
+
+# -- the Trainer ------------------------------------------------------------------------------------------------------
+
+
+class ZeroStrategy(DDPStrategy):  # type: ignore[misc]
+    """A strategy of Lightning's Trainer: `Trainer(strategy=ZeroStrategy({"stage": 3}))`.
+
+    Args:
+        zero: the arguments of `zs.shard`.
+        options: those of Lightning's DDPStrategy for the process group.
+
+    `strategy.zero` is the handle, from the start of `fit()`. Checkpoints are folders. The model stays sharded after
+    `fit()`; `strategy.zero.detach()` makes the model plain.
+
+    Raises:
+        ValueError: the Trainer has a precision.
+    """
+
+    def __init__(self, zero: Mapping[str, Any] | None = None, **options: Any) -> None:
+        super().__init__(**options)
+        self._asked, self._loaded = dict(zero or {}), Path()
+        self.zero: zs.Zero | None = None
+
+    def configure_ddp(self) -> None:
+        """Wrap nothing: the model is sharded with its optimizers."""
+
+    def setup(self, trainer: Any) -> None:
+        """Shard the model and its optimizers at the start of `fit()`. Collective: as `zs.shard`."""
+        _check_precision(type(self).__name__, self.precision_plugin)
+        if self.zero is not None:  # the model is where it was, also for `trainer.test()`
+            self.accelerator.setup(trainer)
+            return
+        super().setup(trainer)
+        if self.optimizers:
+            settings = self._asked.get("settings", zs.Settings())
+            methods = tuple(dict.fromkeys((*settings.forward_methods, *STEPS)))
+            settings = dataclasses.replace(settings, forward_methods=methods)
+            self.zero = zs.shard(self.lightning_module, self.optimizers, **self._asked | {"settings": settings})
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Delay reductions until the last micro-batch of a step."""
+        assert self.zero is not None
+        with self.zero.no_sync():
+            yield
+
+    def teardown(self) -> None:
+        """Leave the model sharded, where it is."""
+        if self.zero is None:
+            super().teardown()
+            return
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+        self.checkpoint_io.teardown()
+
+    # -- files --------------------------------------------------------------------------------------------------------
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """True: a checkpoint is loaded into shards."""
+        return True
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Return nothing: `save_checkpoint` writes the parameters, in parts."""
+        return {} if self.zero is not None else super().lightning_module_state_dict()
+
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """Return nothing: `save_checkpoint` writes the states, in parts."""
+        return {} if self.zero is not None else super().optimizer_state(optimizer)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Write a checkpoint as a folder. Collective: as `zero.save`; every rank must call."""
+        if self.zero is None:
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+            return
+        folder = Path(filepath)
+        if self.is_global_zero:
+            self.remove_checkpoint(folder)
+        self.zero.agree(True, "the folder of the checkpoint")
+        self.zero.save(folder / FOLDER / f"step-{checkpoint['global_step']}")
+        # Last, so that a checkpoint with this file is complete.
+        super().save_checkpoint(checkpoint, folder / VALUES, storage_options)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Read the Trainer's values of a checkpoint."""
+        self._loaded = Path(checkpoint_path)
+        values = self._loaded / VALUES if self._loaded.is_dir() else self._loaded
+        found: dict[str, Any] = super().load_checkpoint(values, weights_only=weights_only)
+        return found
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load parameters and states. Collective: as `zero.load`; every rank must call."""
+        if self.zero is not None and (path := zs.latest(self._loaded / FOLDER)) is not None:
+            self.zero.load(path)
+        elif self.zero is not None:
+            with self.zero.gathered(writeback=True):
+                super().load_model_state_dict(checkpoint, strict)
+        else:
+            super().load_model_state_dict(checkpoint, strict)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Load states of a checkpoint of a stock strategy; `load_model_state_dict` loads those of a sharded one."""
+        if self.zero is None:
+            super().load_optimizer_state_dict(checkpoint)
+        elif not (self._loaded / FOLDER).exists():
+            with self.zero.gathered(states=True, writeback=True):
+                super().load_optimizer_state_dict(checkpoint)
