@@ -1,0 +1,202 @@
+"""Lightning's Fabric and Trainer with a sharded model: what their DDP computes, saves and resumes."""
+
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import lightning
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import nn
+from torch.utils.data import DataLoader
+
+from tests.contract.blocks import examples, run_block
+from tests.contract.source import REPOSITORY
+from tests.oracle import STAGES, WATCHDOG_S, randn, seed
+from tests.rotation import third
+from zeroshard.integrations.lightning import FabricStrategy, ZeroStrategy
+from zeroshard.table.settings import Settings
+from zeroshard.testing import run_ranks
+
+TIMEOUT_S = 240
+WIDTH = 8
+MEMBERS = {"accelerator": "cpu", "devices": 2}
+
+
+def zero(stage: int) -> dict[str, Any]:
+    return {"stage": stage, "settings": Settings(watchdog_s=WATCHDOG_S)}
+
+
+def net() -> nn.Module:
+    seed(7)
+    return nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3)])
+
+
+def batches(first: int, count: int) -> Any:
+    samples: Any = [randn(WIDTH, key=(3, first + place)) for place in range(count)]
+    return DataLoader(samples, batch_size=2)
+
+
+# -- Fabric -----------------------------------------------------------------------------------------------------------
+
+
+def run_fabric(stage: int | None, folder: str, clip: float | None, is_resumed: bool) -> list[Any]:
+    """Train with accumulation over two micro-batches, and save in the middle; return losses, norms, parameters."""
+    os.environ["TORCHELASTIC_RUN_ID"] = "tests"  # the ranks are there, as under torchrun
+    fabric = lightning.Fabric(**MEMBERS, strategy="ddp" if stage is None else FabricStrategy(zero(stage)))
+    fabric.launch()
+    model: Any = net()
+    model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    scheduler, loader = torch.optim.lr_scheduler.StepLR(optimizer, 2), fabric.setup_dataloaders(batches(0, 32))
+    state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "step": 0}
+    if is_resumed:
+        assert fabric.load(f"{folder}/middle", state) == {}
+        assert state["step"] == 2
+    told: list[Any] = []
+    for number, batch in enumerate(loader):
+        if number < 2 * int(str(state["step"])) and is_resumed:
+            continue
+        is_last = number % 2 == 1
+        with fabric.no_backward_sync(model, enabled=not is_last):
+            loss = model(batch).square().mean()
+            fabric.backward(loss)
+        told.append(loss.item())
+        if is_last:
+            if clip is not None:
+                told.append(fabric.clip_gradients(model, optimizer, max_norm=clip).item())
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+        if number == 3 and not is_resumed and stage is not None:
+            state["step"] = 2
+            fabric.save(f"{folder}/middle", state)
+    if stage is None:
+        return [*told, {name: one.detach().clone() for name, one in model.module.named_parameters()}]
+    with fabric.strategy.zero_of(model).gathered():
+        return [*told, {name: one.detach().clone() for name, one in model.module.named_parameters()}]
+
+
+def assert_equal(one: list[Any], other: list[Any], rel: float = 0.0) -> None:
+    assert one[:-1] == pytest.approx(other[:-1], rel=rel, abs=0.0)
+    assert one[-1].keys() == other[-1].keys()
+    for name, value in one[-1].items():
+        torch.testing.assert_close(value, other[-1][name], rtol=rel, atol=rel, msg=name)
+
+
+@pytest.mark.product
+@pytest.mark.parametrize("stage", STAGES)
+def test_fabric_computes_what_ddp_computes_and_resumes(stage: int, tmp_path: Path) -> None:
+    for clip, rel in ((None, 0.0), (0.05, 1e-5)):
+        folder = str(tmp_path / str(clip))
+        plain = run_ranks(run_fabric, 2, None, folder, clip, False, timeout_s=TIMEOUT_S)
+        whole = run_ranks(run_fabric, 2, stage, folder, clip, False, timeout_s=TIMEOUT_S)
+        again = run_ranks(run_fabric, 2, stage, folder, clip, True, timeout_s=TIMEOUT_S)
+        for expected, found, resumed in zip(plain, whole, again, strict=True):
+            assert_equal(found, expected, rel)
+            assert_equal(resumed, found[-len(resumed) :])
+
+
+def refuse_in_fabric(folder: str) -> list[str]:
+    os.environ["TORCHELASTIC_RUN_ID"] = "tests"
+    fabric, told = lightning.Fabric(**MEMBERS, strategy=FabricStrategy(zero(3)), precision="bf16-mixed"), []
+    fabric.launch()
+    attempts: list[Any] = [
+        lambda: fabric.setup(net()),
+        lambda: fabric.save(f"{folder}/none", {"step": 1}),
+        lambda: fabric.save(f"{folder}/filter", {"step": 1}, filter={"step": lambda *_: True}),
+    ]
+    for attempt in attempts:
+        with pytest.raises(ValueError) as caught:
+            attempt()
+        told.append(str(caught.value))
+    return told
+
+
+def test_what_fabric_cannot_combine_is_refused(tmp_path: Path) -> None:
+    for told in run_ranks(refuse_in_fabric, 2, str(tmp_path), timeout_s=TIMEOUT_S):
+        for text, wanted in zip(
+            told, ("leave Lightning's precision out", "0 sharded models", "no filter="), strict=True
+        ):
+            assert wanted in text
+
+
+# -- the Trainer ------------------------------------------------------------------------------------------------------
+
+
+class Task(lightning.LightningModule):
+    """Trains a net, and notes its losses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.losses, self.validated = net(), [], []
+
+    def training_step(self, batch: torch.Tensor, _: int) -> torch.Tensor:
+        loss = self.net(batch).square().mean()
+        self.losses.append(loss.item())
+        return loss
+
+    def validation_step(self, batch: torch.Tensor, _: int) -> None:
+        loss = self.net(batch).square().mean()
+        self.validated.append(loss.item())
+        self.log("validated", loss, sync_dist=True)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 2)]
+
+
+def run_trainer(stage: int | None, folder: str, clip: float | None, steps: int, resumes: bool) -> list[Any]:
+    os.environ["TORCHELASTIC_RUN_ID"] = "tests"
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    strategy = "ddp" if stage is None else ZeroStrategy(zero(stage))
+    saves = ModelCheckpoint(
+        dirpath=folder, every_n_train_steps=4, save_last=True, save_top_k=1, monitor="step", mode="max"
+    )
+    trainer = lightning.Trainer(
+        **MEMBERS, strategy=strategy, max_steps=steps, accumulate_grad_batches=2, gradient_clip_val=clip,
+        val_check_interval=4, callbacks=[saves], default_root_dir=folder,
+        logger=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    task = Task()
+    trainer.fit(task, batches(0, 32), batches(64, 8), ckpt_path="last" if resumes else None)
+    tested = trainer.validate(task, batches(64, 8), verbose=False)[0]["validated"]
+    told = [*task.losses, *task.validated, tested]
+    if stage is None:
+        return [*told, {name: one.detach().clone() for name, one in task.net.named_parameters()}]
+    with trainer.strategy.zero.gathered():
+        return [*told, {name: one.detach().clone() for name, one in task.net.named_parameters()}]
+
+
+@pytest.mark.product
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_trainer_computes_what_ddp_computes_and_resumes(stage: int, tmp_path: Path) -> None:
+    for clip, rel in third([(None, 0.0), (0.05, 1e-5)]):
+        plain, whole = (
+            run_ranks(run_trainer, 2, kind, str(tmp_path / f"{clip}-{kind}"), clip, 8, False, timeout_s=TIMEOUT_S)
+            for kind in (None, stage)
+        )
+        folder = str(tmp_path / f"{clip}-parts")
+        run_ranks(run_trainer, 2, stage, folder, clip, 4, False, timeout_s=TIMEOUT_S)  # an epoch has 4 steps
+        again = run_ranks(run_trainer, 2, stage, folder, clip, 8, True, timeout_s=TIMEOUT_S)
+        for expected, found, resumed in zip(plain, whole, again, strict=True):
+            assert_equal(found, expected, rel)
+            assert resumed[:8] == found[8:16]  # the losses of the second epoch
+            assert_equal(resumed[-2:], found[-2:])
+        assert {path.name for path in Path(folder).iterdir()} >= {"last.ckpt"}
+        assert all((path / "lightning.ckpt").exists() for path in Path(folder).iterdir())
+
+
+# -- the page ---------------------------------------------------------------------------------------------------------
+
+
+def run_page(folder: Path) -> None:
+    os.chdir(folder)
+    os.environ["TORCHELASTIC_RUN_ID"] = "tests"
+    for program in examples((REPOSITORY / "docs/lightning.md").read_text()):
+        run_block(program, "docs/lightning.md")
+
+
+def test_the_programs_of_the_page_run(tmp_path: Path) -> None:
+    run_ranks(run_page, 2, tmp_path, process_group=False, timeout_s=TIMEOUT_S)
