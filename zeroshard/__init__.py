@@ -142,6 +142,8 @@ def __getattr__(name: str) -> Any:
         value = importlib.import_module("zeroshard.core.version").VERSION
     elif name == "integrations":  # not in `__all__`: it needs other libraries, and stands above this module
         value = importlib.import_module("zeroshard.integrations")
+    elif name == "from_deepspeed":
+        value = importlib.import_module("zeroshard.integrations.deepspeed").from_deepspeed
     elif name in _MODULES:
         module = importlib.import_module(_MODULES[name])
         value = getattr(module, name, module)  # `plan` is a package that can be called

@@ -60,6 +60,7 @@ def main() -> None:
     app.command()(scorecard)
     _add_plan(app)
     app.add_typer(_checkpoint_commands(), name="checkpoint")
+    app.add_typer(_deepspeed_commands(), name="deepspeed")
     try:
         app()
     except KeyboardInterrupt:
@@ -296,6 +297,13 @@ def _checkpoint_commands() -> typer.Typer:
     from zeroshard.checkpoint.checkpoint_commands import make_commands
 
     return make_commands(print, lambda text: print(f"zeroshard: {text}", file=sys.stderr), progress_of_bytes)
+
+
+def _deepspeed_commands() -> typer.Typer:
+    """Return the commands about DeepSpeed's configurations, which print through this module."""
+    from zeroshard.integrations.deepspeed_commands import make_commands
+
+    return make_commands(_say, _fail)
 
 
 def _add_plan(app: typer.Typer) -> None:

@@ -6,7 +6,7 @@ Owns the import of each module on its first use, since each needs another librar
 import importlib
 from types import ModuleType
 
-__all__ = ["accelerate", "lightning", "transformers"]
+__all__ = ["accelerate", "deepspeed", "lightning", "transformers"]
 
 
 def __getattr__(name: str) -> ModuleType:

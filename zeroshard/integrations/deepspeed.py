@@ -1,0 +1,275 @@
+"""DeepSpeed's JSON, read as arguments of `zs.shard`, of an optimizer and of a schedule of learning rates.
+
+Owns the values. `deepspeed_keys.py` has what becomes of each key; nothing that a configuration asks for is left out
+without a sentence. Needs no DeepSpeed.
+"""
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, final
+
+import torch
+
+import zeroshard as zs
+from zeroshard.integrations.deepspeed_keys import KEYS, Way
+from zeroshard.integrations.deepspeed_optimizers import optimizer_of, scheduler_of
+
+__all__ = ["DeepSpeed", "Note", "from_deepspeed", "notes_of", "read"]
+
+DTYPES: Final = (("fp16", torch.float16), ("bf16", torch.bfloat16), ("bfp16", torch.bfloat16), ("fp32", torch.float32))
+SECTIONS: Final = frozenset(key.partition(".")[0] for key in KEYS if "." in key)
+OFFLOADS: Final = frozenset(["zero_optimization.offload_optimizer", "zero_optimization.offload_param"])
+
+
+@final
+@dataclass(frozen=True)
+class Note:
+    """What becomes of one key."""
+
+    key: str
+    value: Any
+    way: Way
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.key} = {json.dumps(self.value)}: {self.way}: {self.why}"
+
+
+@final
+@dataclass(frozen=True)
+class DeepSpeed:
+    """A configuration of DeepSpeed, for a loop of your own.
+
+    Args:
+        options: arguments of `zs.shard`.
+        micro_batch, accumulation, batch: rows of a forward on a rank, backwards of a step, rows of a step; None where
+            the configuration leaves them open.
+        max_norm: for `torch.nn.utils.clip_grad_norm_`; None without clipping.
+        make_optimizer: of parameters or groups; None without a section "optimizer".
+        make_scheduler: of an optimizer; None without a section "scheduler".
+        notes: what became of each key.
+    """
+
+    options: Mapping[str, Any]
+    micro_batch: int | None = None
+    accumulation: int = 1
+    batch: int | None = None
+    max_norm: float | None = None
+    make_optimizer: Callable[[Iterable[Any]], torch.optim.Optimizer] | None = None
+    make_scheduler: Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LambdaLR] | None = None
+    notes: tuple[Note, ...] = field(default=(), repr=False)
+
+
+def from_deepspeed(source: str | Path | Mapping[str, Any], *, world_size: int | None = None) -> DeepSpeed:
+    """Read a configuration of DeepSpeed.
+
+    Args:
+        source: a JSON file, or its contents as a mapping.
+        world_size: the number of ranks, to check batches; by default that of the process group, if there is one.
+
+    Raises:
+        ValueError: keys are unknown, refused, of another type, "auto", or contradict each other; all are listed.
+
+    ```python
+    import torch
+    from zeroshard.integrations.deepspeed import from_deepspeed
+    import zeroshard as zs
+
+    config = {"zero_optimization": {"stage": 2}, "optimizer": {"type": "AdamW", "params": {"lr": 0.01}}}
+    read = from_deepspeed(config)
+    model = torch.nn.Linear(4, 4)
+    optimizer = read.make_optimizer(model.parameters())
+    zero = zs.shard(model, optimizer, **read.options)
+    ```
+    """
+    config = read(source)
+    notes = [*notes_of(config)]
+    if refused := [str(one) for one in notes if one.way == "refused"]:
+        raise ValueError("DeepSpeed's configuration has keys that cannot be used:\n  " + "\n  ".join(refused))
+    if world_size is None and torch.distributed.is_initialized():
+        world_size = torch.distributed.get_world_size()
+    get = _Values(config)
+    batches = [get.number(name, int) for name in ("train_batch_size", "train_micro_batch_size_per_gpu")]
+    accumulation = get.number("gradient_accumulation_steps", int)
+    batch, micro_batch = batches
+    if None not in (batch, micro_batch, accumulation, world_size) and (
+        batch != micro_batch * accumulation * world_size
+    ):
+        raise ValueError(
+            f"train_batch_size={batch} is not train_micro_batch_size_per_gpu={micro_batch} x "
+            f"gradient_accumulation_steps={accumulation} x {world_size} ranks."
+        )
+    clipping = get.number("gradient_clipping", float)
+    optimizer, scheduler = (get.get(f"{section}.type", str) for section in ("optimizer", "scheduler"))
+    given = {section: get.get(f"{section}.params", Mapping, {}) for section in ("optimizer", "scheduler")}
+    return DeepSpeed(
+        _options(get, world_size),
+        micro_batch,
+        accumulation or 1,
+        batch,
+        clipping or None,
+        None if optimizer is None else optimizer_of(optimizer, given["optimizer"]),
+        None if scheduler is None else scheduler_of(scheduler, given["scheduler"]),
+        tuple(notes),
+    )
+
+
+def read(source: str | Path | Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a configuration as a mapping.
+
+    Raises:
+        ValueError: a file is no JSON object, or has a key twice.
+    """
+    if isinstance(source, Mapping):
+        return source
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        if len({name for name, _ in pairs}) < len(pairs):
+            raise ValueError(f"{source} has a key twice: {[name for name, _ in pairs]}.")
+        return dict(pairs)
+
+    found = json.loads(Path(source).read_text(), object_pairs_hook=unique)
+    if not isinstance(found, dict):
+        raise ValueError(f"{source} is no configuration: it has a {type(found).__name__}, not an object.")
+    return found
+
+
+# -- keys -------------------------------------------------------------------------------------------------------------
+
+
+def notes_of(config: Mapping[str, Any]) -> Iterator[Note]:
+    """Yield what becomes of each key of a configuration; "refused" for unknown ones, and for "auto"."""
+    for key, value in _flat(config):
+        way, why = KEYS.get(key, ("refused", "unknown to DeepSpeed 0.19.8"))
+        if value == "auto" and way != "without meaning":
+            yield Note(key, value, "refused", "the Trainer of Transformers fills 'auto'; write a value")
+        elif way == "refused" and key in KEYS and _is_off(value):
+            yield Note(key, value, "without meaning", "off, or without effect")
+        else:
+            yield Note(key, value, way, why)
+
+
+def _flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield keys with their values; sections that stand for all of their keys are values."""
+    for name, value in config.items():
+        key = prefix + ("bf16" if name == "bfloat16" and not prefix else str(name))
+        is_section = (key in SECTIONS or key in OFFLOADS) and key not in KEYS
+        if is_section and isinstance(value, Mapping):
+            yield from _flat(value, f"{key}.")
+        elif is_section:
+            yield key, value  # of another type, or a section that is None: unknown
+        else:
+            yield key, value
+
+
+def _is_off(value: Any) -> bool:
+    """Tell whether a refused key asks for nothing."""
+    if isinstance(value, Mapping):
+        sizes = [one for name, one in value.items() if name in ("autotp_size", "tp_size", "stages", "autoep_size")]
+        return not value or value.get("enabled") is False or ("enabled" not in value and sizes in ([0], [1]))
+    return value in (None, False, 0, 1, "none", "") and value is not True
+
+
+class _Values:
+    """The values of a configuration by their keys, with their types checked."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self._values = dict(_flat(config))
+
+    def get(self, key: str, kind: type | tuple[type, ...], default: Any = None) -> Any:
+        value = self._values.get(key)
+        if value is None:
+            return default
+        kinds = kind if isinstance(kind, tuple) else (kind,)
+        if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+            raise ValueError(f"{key} must be {' or '.join(one.__name__ for one in kinds)}; got {value!r}.")
+        return value
+
+    def number(self, key: str, kind: type) -> Any:
+        value = self.get(key, (int,) if kind is int else (int, float))
+        if value is not None and (value < 0 or (kind is int and value < 1)):
+            raise ValueError(f"{key} must be at least {1 if kind is int else 0}; got {value!r}.")
+        return value
+
+    def dtype(self, key: str) -> torch.dtype | None:
+        name = self.get(key, str)
+        if name is not None and name.lower() not in dict(DTYPES):
+            raise ValueError(f"{key} must be one of {', '.join(dict(DTYPES))}; got {name!r}.")
+        return None if name is None else dict(DTYPES)[name.lower()]
+
+
+# -- zs.shard ---------------------------------------------------------------------------------------------------------
+
+
+def _options(get: _Values, world_size: int | None) -> dict[str, Any]:
+    stage = get.get("zero_optimization.stage", int, 0)
+    if stage not in range(4):
+        raise ValueError(f"zero_optimization.stage must be 0, 1, 2 or 3; got {stage!r}.")
+    options: dict[str, Any] = {"stage": stage}
+    if (precision := _precision(get)) is not None:
+        options["precision"] = precision
+    if (offload := _offload(get)) is not None:
+        options["offload"] = offload
+    if (size := get.number("zero_optimization.mics_shard_size", int)) is not None:
+        if world_size is None or world_size % size:
+            raise ValueError(f"zero_optimization.mics_shard_size={size} must divide the ranks; there are {world_size}.")
+        options["mesh"] = world_size // size
+    if (op := get.get("gradient_allreduce_op", str)) is not None:
+        options["reduction"] = op
+    links = {"partition_activations": "partition", "cpu_checkpointing": "offload"}
+    asked = [link for name, link in links.items() if get.get(f"activation_checkpointing.{name}", bool)]
+    if asked:
+        options["activations"] = "+".join(["recompute", *asked])
+    leaves = get.get("zero_optimization.leaf_module", Mapping, {})
+    if names := [*leaves.get("classes", ()), *leaves.get("names", ())]:
+        raise ValueError(f"zero_optimization.leaf_module: pass the modules {names} as units= of zs.shard.")
+    return options
+
+
+def _precision(get: _Values) -> Any:
+    fp16, bf16 = (get.get(f"{name}.enabled", bool, False) for name in ("fp16", "bf16"))
+    if fp16 and bf16:
+        raise ValueError("fp16.enabled and bf16.enabled are both true.")
+    low = torch.float16 if fp16 else torch.bfloat16 if bf16 else None
+    chosen: dict[str, Any] = {
+        "param": get.dtype("data_types.param_dtype") or low,
+        "grad": get.dtype("data_types.grad_accum_dtype"),
+        "reduce": get.dtype("communication_data_type"),
+    }
+    scale = get.number("fp16.loss_scale", float)
+    if low is None and not any(chosen.values()):
+        return None
+    if {name for name, value in chosen.items() if value} <= {"param"} and not (fp16 and scale):
+        return "fp16" if chosen["param"] is torch.float16 else "bf16" if chosen["param"] is torch.bfloat16 else None
+    scales: dict[str, Any] = {"loss_scale": scale or "dynamic"} if fp16 else {}
+    return zs.Precision(**chosen, master=torch.float32, **scales)
+
+
+def _offload(get: _Values) -> zs.Offload | None:
+    zero, places = "zero_optimization.", list[Any]()
+    for part, old in (("offload_optimizer", "cpu_offload"), ("offload_param", "cpu_offload_param")):
+        device = get.get(f"{zero}{part}.device", str, "cpu" if get.get(zero + old, bool) else "none")
+        if device not in ("none", "cpu", "nvme"):
+            raise ValueError(f"{zero}{part}.device must be 'none', 'cpu' or 'nvme'; got {device!r}.")
+        folder = get.get(f"{zero}{part}.nvme_path", str)
+        if device == "nvme" and folder is None:
+            raise ValueError(f"{zero}{part}.device is 'nvme', but there is no nvme_path.")
+        places.append(None if device == "none" else "host" if device == "cpu" else folder)
+    states, parameters = places[0], places[1] if get.get(f"{zero}stage", int, 0) == 3 else None  # as in DeepSpeed
+    if states is None and parameters is None:
+        return None
+    if states is None or (parameters not in (None, states, "host")):
+        raise ValueError(
+            f"offload_optimizer goes to {states}, and offload_param to {parameters}: parameters go where states go, or "
+            "to the host. Write zs.Offload(...) yourself."
+        )
+    fraction = get.number(f"{zero}offload_optimizer.ratio", float)
+    apart: dict[str, Any] = {"parameters_to": "host"} if parameters == "host" != states else {}
+    return zs.Offload(
+        states=1.0 if fraction is None else float(fraction),
+        parameters=float(parameters is not None),
+        to=states,
+        **apart,
+    )

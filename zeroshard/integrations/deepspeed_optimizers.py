@@ -1,0 +1,110 @@
+"""Optimizers and schedules of learning rates that DeepSpeed's JSON names.
+
+Owns their classes, defaults and formulas, which are DeepSpeed's. `deepspeed.py` reads the sections. Needs no DeepSpeed.
+"""
+
+import inspect
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Final
+
+import torch
+from torch.optim.lr_scheduler import LambdaLR
+
+import zeroshard as zs
+
+__all__ = ["optimizer_of", "scheduler_of"]
+
+KERNELS: Final = frozenset("torch_adam adam_w_mode fp32_optimizer_states set_grad_none cuda_aware".split())
+"""Parameters of DeepSpeed's optimizers that choose kernels."""
+AUTO: Final = "'auto', which the Trainer of Transformers fills; write a value."
+
+
+def optimizer_of(name: str, asked: Mapping[str, Any]) -> Callable[[Iterable[Any]], torch.optim.Optimizer]:
+    """Return what makes an optimizer of parameters.
+
+    Args:
+        name, asked: "type" and "params" of the section.
+
+    Raises:
+        ValueError: the optimizer has no equal, or a parameter is unknown.
+    """
+    given = dict(asked)
+    if not given.pop("bias_correction", True):
+        raise ValueError("optimizer.params.bias_correction is false: torch's Adam corrects its bias.")
+    kind, options = name.lower(), {one: value for one, value in given.items() if one not in KERNELS}
+    if kind in ("adam", "adamw"):
+        is_decoupled = kind == "adamw" or given.get("adam_w_mode", True)
+        cls: Any = torch.optim.AdamW if is_decoupled else torch.optim.Adam
+        options = {"weight_decay": 0.0, **options}  # the default of DeepSpeed's Adam, whichever its decay
+    elif kind == "lion":
+        cls = zs.optim.Lion
+    elif kind in ("lamb", "muon", "muadam", "muadamw", "musgd") or "bit" in kind:
+        raise ValueError(
+            f"optimizer.type={name!r} of DeepSpeed has no equal here (zs.optim.Lamb and zs.optim.Muon have other "
+            "formulas): make the optimizer yourself, and leave the section out."
+        )
+    else:
+        cls = {one.lower(): value for one, value in vars(torch.optim).items() if inspect.isclass(value)}.get(kind)
+    if cls is None or "params" not in (taken := inspect.signature(cls).parameters):
+        raise ValueError(f"optimizer.type={name!r} is no optimizer of DeepSpeed or torch.")
+    if unknown := sorted(options.keys() - taken.keys()):
+        raise ValueError(f"optimizer.params has {', '.join(unknown)}, which {cls.__name__} does not take.")
+    if "auto" in options.values():
+        raise ValueError(f"optimizer.params has {AUTO}")
+    return lambda parameters: cls(parameters, **options)
+
+
+def scheduler_of(name: str, given: Mapping[str, Any]) -> Callable[[torch.optim.Optimizer], LambdaLR]:
+    """Return what makes a schedule of an optimizer: the rates that DeepSpeed's has after as many steps.
+
+    Args:
+        name, given: "type" and "params" of the section.
+
+    Raises:
+        ValueError: the schedule is another one, or a parameter is unknown.
+    """
+    if name not in ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR"):
+        raise ValueError(f"scheduler.type={name!r}: use a scheduler of torch.optim.lr_scheduler, and leave this out.")
+    known = {"warmup_num_steps", "warmup_type", "total_num_steps", "last_batch_iteration"}
+    is_cosine = name == "WarmupCosineLR"
+    known |= {"warmup_min_ratio", "cos_min_ratio"} if is_cosine else {"warmup_min_lr", "warmup_max_lr"}
+    if unknown := sorted(given.keys() - known):
+        raise ValueError(f"scheduler.params has {', '.join(unknown)}, which {name} does not take.")
+    if "auto" in given.values():
+        raise ValueError(f"scheduler.params has {AUTO}")
+    if name != "WarmupLR" and "total_num_steps" not in given:
+        raise ValueError(f"scheduler.params of {name} needs total_num_steps.")
+    warmup, total = max(2, given.get("warmup_num_steps", 1000)), given.get("total_num_steps", 0)
+
+    def risen(step: int) -> float:
+        return step / warmup if given.get("warmup_type", "log") == "linear" else math.log(step + 1) / math.log(warmup)
+
+    def gamma(step: int) -> float:
+        if step < warmup:
+            return risen(step)
+        return 1.0 if name == "WarmupLR" else max(0.0, (total - step) / max(1.0, total - warmup))
+
+    def ratio(calls: int) -> float:
+        step, least = calls - 1, given.get("warmup_min_ratio", 0.0)
+        if step < 0:
+            return 0.0
+        if step < warmup:
+            return float(least + risen(step) * (1.0 - least))
+        lowest, part = given.get("cos_min_ratio", 0.0001), min(1.0, (step - warmup + 1) / max(1, total - warmup))
+        return float(max(0.0, lowest + (1.0 - lowest) * (1 + math.cos(math.pi * part)) / 2))
+
+    def make(optimizer: torch.optim.Optimizer) -> LambdaLR:
+        if is_cosine:
+            return LambdaLR(optimizer, ratio)
+        least, most = given.get("warmup_min_lr", 0.0), given.get("warmup_max_lr", 0.001)
+        for group in optimizer.param_groups:
+            group["lr"] = group["initial_lr"] = group["lr"] if most is None else most
+
+        def factor_of(rate: float) -> Callable[[int], float]:
+            return lambda calls: (least + (rate - least) * gamma(calls - 1)) / rate if calls else least / rate
+
+        factors = [factor_of(group["lr"]) for group in optimizer.param_groups]
+        return LambdaLR(optimizer, factors)
+
+    return make
