@@ -188,6 +188,23 @@ def test_the_trainer_computes_what_ddp_computes_and_resumes(stage: int, tmp_path
         assert all((path / "lightning.ckpt").exists() for path in Path(folder).iterdir())
 
 
+def evaluate_alone(folder: str) -> float:
+    os.environ["TORCHELASTIC_RUN_ID"] = "tests"
+    trainer = lightning.Trainer(**MEMBERS, strategy=ZeroStrategy(zero(3)), logger=False, enable_progress_bar=False)
+    task = Task()
+    (told,) = trainer.validate(task, batches(64, 8), ckpt_path=f"{folder}/last.ckpt", verbose=False)
+    trainer.fit_loop.max_epochs = 1
+    trainer.fit(task, batches(0, 32), batches(64, 8))  # with optimizers that are attached now
+    assert trainer.strategy.zero.optimizers and len(task.losses) == 8
+    return float(told["validated"])
+
+
+def test_a_checkpoint_is_evaluated_without_a_training_before(tmp_path: Path) -> None:
+    whole = run_ranks(run_trainer, 2, 1, str(tmp_path), None, 4, False, timeout_s=TIMEOUT_S)
+    alone = run_ranks(evaluate_alone, 2, str(tmp_path), timeout_s=TIMEOUT_S)
+    assert alone == [found[-2] for found in whole]
+
+
 # -- the page ---------------------------------------------------------------------------------------------------------
 
 

@@ -306,6 +306,7 @@ def test_a_local_folder_is_read_into_shards(tmp_path: Path) -> None:
         ({"auto_find_batch_size": True}, {}, "auto_find_batch_size=...): it would shard the model again"),
         ({"fsdp": True}, {}, "fsdp=...): it shards, too"),
         ({"bf16_full_eval": True}, {}, "write zero=dict(precision='bf16')"),
+        ({"bf16": True}, {"precision": "fp16"}, "TrainingArguments(bf16=True) beside zero=dict(precision='fp16')"),
         ({}, {"optimizers": "adamw"}, "optimizers=: the model may change until training begins"),
         ({"eval_strategy": "no"}, {"stage": 7}, "stage must be"),
     ],
@@ -314,12 +315,29 @@ def test_what_cannot_be_combined_is_refused(options: Any, more: Any, text: str, 
     model = tiny.kinds()["llama"].build()
     if "optimizers" in more:
         more = {"optimizers": (torch.optim.AdamW(model.parameters()), None)}
-    stage = more.pop("stage", 3)
+    zero = {"stage": more.pop("stage", 3)} | {name: more.pop(name) for name in ("precision",) if name in more}
     with pytest.raises(ValueError, match=re.escape(text)):
-        Trainer(
-            model, args=arguments(tmp_path, **options), train_dataset=windows(0), zero={"stage": stage}, **more
-        ).train()
+        Trainer(model, args=arguments(tmp_path, **options), train_dataset=windows(0), zero=zero, **more).train()
     assert all(one.grad is None for one in model.parameters())
+
+
+def train_twice(folder: Path) -> list[bool]:
+    """Train two models of `model_init`; tell whether each was sharded."""
+    args, found = arguments(folder, max_steps=1, eval_strategy="no"), []
+    made = {"args": args, "train_dataset": windows(0), "model_init": tiny.kinds()["llama"].build}
+    trainer = Trainer(**made, zero={"stage": 3, "settings": Settings(watchdog_s=WATCHDOG_S)})
+    for _ in range(2):
+        trainer.train()
+        memory = trainer.zero.memory().resident_bytes["parameters"]
+        found.append(
+            trainer.model is not None and memory < 0.6 * sum(one.numel() * 4 for one in trainer.model.parameters())
+        )
+    return found
+
+
+def test_each_model_of_model_init_is_sharded(tmp_path: Path) -> None:
+    for rank, found in enumerate(run_ranks(train_twice, 2, tmp_path, timeout_s=TIMEOUT_S)):
+        assert found == [True, True], rank
 
 
 def test_an_incomplete_checkpoint_is_passed_over(tmp_path: Path) -> None:

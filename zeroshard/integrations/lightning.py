@@ -148,8 +148,9 @@ class ZeroStrategy(DDPStrategy):  # type: ignore[misc]
         zero: the arguments of `zs.shard`.
         options: those of Lightning's DDPStrategy for the process group.
 
-    `strategy.zero` is the handle, from the start of `fit()`. Checkpoints are folders. The model stays sharded after
-    `fit()`; `strategy.zero.detach()` makes the model plain.
+    `strategy.zero` is the handle, from the start of `fit()`, `validate()` or `test()`. Checkpoints are folders. The
+    model stays sharded afterwards, and a second `fit()` goes on with its optimizers. `strategy.zero.detach()` makes
+    model and optimizers plain.
 
     Raises:
         ValueError: the Trainer has a precision.
@@ -158,23 +159,28 @@ class ZeroStrategy(DDPStrategy):  # type: ignore[misc]
     def __init__(self, zero: Mapping[str, Any] | None = None, **options: Any) -> None:
         super().__init__(**options)
         self._asked, self._loaded = dict(zero or {}), Path()
+        self._sharded: nn.Module | None = None
         self.zero: zs.Zero | None = None
 
     def configure_ddp(self) -> None:
         """Wrap nothing: the model is sharded with its optimizers."""
 
     def setup(self, trainer: Any) -> None:
-        """Shard the model and its optimizers at the start of `fit()`. Collective: as `zs.shard`."""
+        """Shard the model, and its optimizers at the start of `fit()`. Collective: as `zs.shard`."""
         _check_precision(type(self).__name__, self.precision_plugin)
-        if self.zero is not None:  # the model is where it was, also for `trainer.test()`
-            self.accelerator.setup(trainer)
-            return
-        super().setup(trainer)
-        if self.optimizers:
+        if self.zero is None or self._sharded is not self.lightning_module:
+            super().setup(trainer)
             settings = self._asked.get("settings", zs.Settings())
             methods = tuple(dict.fromkeys((*settings.forward_methods, *STEPS)))
-            settings = dataclasses.replace(settings, forward_methods=methods)
-            self.zero = zs.shard(self.lightning_module, self.optimizers, **self._asked | {"settings": settings})
+            options = self._asked | {"settings": dataclasses.replace(settings, forward_methods=methods)}
+            self.zero = zs.shard(self.lightning_module, self.optimizers or None, **options)
+            self._sharded = self.lightning_module
+            return
+        self.accelerator.setup(trainer)  # the model is where it was
+        if trainer.state.fn == "fit" and not self.optimizers:
+            self.setup_optimizers(trainer)
+            for optimizer in self.optimizers:
+                self.zero.attach(optimizer)
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
@@ -230,7 +236,7 @@ class ZeroStrategy(DDPStrategy):  # type: ignore[misc]
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load parameters and states. Collective: as `zero.load`; every rank must call."""
         if self.zero is not None and (path := zs.latest(self._loaded / FOLDER)) is not None:
-            self.zero.load(path)
+            self.zero.load(path, only_model=not self.optimizers)
         elif self.zero is not None:
             with self.zero.gathered(writeback=True):
                 super().load_model_state_dict(checkpoint, strict)

@@ -67,7 +67,7 @@ class ZeroMixin(transformers.Trainer if TYPE_CHECKING else object):  # type: ign
     reference: zs.Zero | None = None
 
     def __init__(self, *args: Any, zero: Mapping[str, Any] | None = None, **options: Any) -> None:
-        self._asked = dict(zero or {})
+        self._asked, self._sharded = dict(zero or {}), None
         self._refuse_arguments((*args, *options.values()), options.get("optimizers"))
         super().__init__(*args, **options)
         self._refuse_models()
@@ -78,8 +78,12 @@ class ZeroMixin(transformers.Trainer if TYPE_CHECKING else object):  # type: ign
 
     def _build_accelerator_args(self, **options: Any) -> dict[str, Any]:
         asked: dict[str, Any] = super()._build_accelerator_args(**options)
-        if (precision := asked["mixed_precision"]) not in (None, "no"):
-            self._asked.setdefault("precision", precision)
+        precision = asked["mixed_precision"]
+        if precision not in (None, "no") and self._asked.setdefault("precision", precision) != precision:
+            raise ValueError(
+                f"TrainingArguments({precision}=True) beside zero=dict(precision={self._asked['precision']!r}): leave "
+                "one of them out."
+            )
         return asked | {"mixed_precision": "no"}
 
     def _move_model_to_device(self, model: torch.nn.Module, device: torch.device) -> None:
@@ -114,7 +118,8 @@ class ZeroMixin(transformers.Trainer if TYPE_CHECKING else object):  # type: ign
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """Make the optimizer, and shard the model over all ranks. Collective: as `zs.shard`."""
         optimizer: torch.optim.Optimizer = super().create_optimizer(model)
-        if self.zero is None:
+        if self.zero is None or self._sharded is not self.model:
+            self._sharded = self.model  # `model_init` makes another one for each `train()`
             self.zero = zs.shard(self.model, optimizer, **self._options())
             mark(self.model, self.zero)
             if self.args.torch_compile:  # Accelerate compiles only what it prepares

@@ -176,7 +176,7 @@ def make_plan(
     axes = dict(resolved.axes)
     if pipe not in (1, places := axes.get("pipe", pipe)):
         raise ValueError(f"pipe={pipe}, but mesh= has {places} rank(s) along 'pipe'. Leave pipe= out.")
-    check_count("micro_batches", micro_batches)
+    micro_batches = check_count("micro_batches", micro_batches)
     training = training_of(schedule, places, micro_batches, chunks, reduce, recompute=recompute)
     if places == 1 and recompute:
         raise ValueError("recompute=True is of the chunks of a pipe; without one use activations='recompute'.")
