@@ -205,8 +205,10 @@ class _Values:
 
 def _options(get: _Values, world_size: int | None) -> dict[str, Any]:
     stage = get.get("zero_optimization.stage", int, 0)
-    if stage not in range(4):
-        raise ValueError(f"zero_optimization.stage must be 0, 1, 2 or 3; got {stage!r}.")
+    try:
+        zs.row_of_stage(stage)
+    except ValueError as error:
+        raise ValueError(f"zero_optimization.stage: {error}") from None
     options: dict[str, Any] = {"stage": stage}
     if (precision := _precision(get)) is not None:
         options["precision"] = precision
