@@ -259,8 +259,8 @@ def _offload(get: _Values) -> zs.Offload | None:
         if device == "nvme" and folder is None:
             raise ValueError(f"{zero}{part}.device is 'nvme', but there is no nvme_path.")
         places.append(None if device == "none" else "host" if device == "cpu" else folder)
-    is_cut = isinstance(zs.row_of_stage(get.get(f"{zero}stage", int, 0)).parameters, zs.Sharded)
-    states, parameters = places[0], places[1] if is_cut else None  # whole parameters stay, as in DeepSpeed
+    row = zs.row_of_stage(get.get(f"{zero}stage", int, 0))
+    states, parameters = places[0], places[1] if row.cuts_parameters else None  # whole ones stay, as in DeepSpeed
     if states is None and parameters is None:
         return None
     if states is None or (parameters not in (None, states, "host")):
