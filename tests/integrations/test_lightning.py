@@ -190,7 +190,8 @@ def test_the_trainer_computes_what_ddp_computes_and_resumes(stage: int, tmp_path
 
 def evaluate_alone(folder: str) -> float:
     os.environ["TORCHELASTIC_RUN_ID"] = "tests"
-    trainer = lightning.Trainer(**MEMBERS, strategy=ZeroStrategy(zero(3)), logger=False, enable_progress_bar=False)
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
+    trainer = lightning.Trainer(**MEMBERS, strategy=ZeroStrategy(zero(3)), **quiet)
     task = Task()
     (told,) = trainer.validate(task, batches(64, 8), ckpt_path=f"{folder}/last.ckpt", verbose=False)
     trainer.fit_loop.max_epochs = 1
