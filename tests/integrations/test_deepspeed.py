@@ -234,7 +234,7 @@ def test_values_are_arguments_of_shard(config: dict[str, Any], options: dict[str
         ({"train_batch_size": True}, "train_batch_size must be int; got True"),
         ({"optimizer": {"type": "Lamb"}}, "optimizer.type='Lamb' of DeepSpeed has no equal here"),
         ({"optimizer": {"type": "OneBitAdam"}}, "has no equal here"),
-        ({"optimizer": {"type": "Adm"}}, "optimizer.type='Adm' is no optimizer"),
+        ({"optimizer": {"type": "Adm"}}, "optimizer.type='Adm' is not an optimizer of DeepSpeed or torch"),
         ({"optimizer": {"type": "AdamW", "params": {"rate": 1}}}, "optimizer.params has rate"),
         ({"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}, "optimizer.params has 'auto'"),
         ({"scheduler": {"type": "OneCycle"}}, "use a scheduler of torch.optim.lr_scheduler"),

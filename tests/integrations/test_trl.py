@@ -84,9 +84,8 @@ def trainer_of(kind: str, stage: int | None, folder: Path) -> Any:
         rows = [{"prompt": words(place, 3)} for place in range(32)]
         options |= {"num_generations": 4, "max_completion_length": 8, "beta": 0.1, "per_device_train_batch_size": 4}
         more["reward_funcs"] = lambda completions, **_: [float(len(one) % 7) for one in completions]
-        model = transformers.LlamaForCausalLM.from_pretrained(
-            folder.parent / "start"
-        )  # its reference is read there, too
+        # The trainer reads its reference from the same folder.
+        model = transformers.LlamaForCausalLM.from_pretrained(folder.parent / "start")
     given = {"args": config(str(folder), **options), "train_dataset": Dataset.from_list(rows), **more}
     if stage is None:
         return stock(model, **given)

@@ -8,6 +8,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final, final
 
 import torch
@@ -18,7 +19,9 @@ from zeroshard.integrations.deepspeed_optimizers import optimizer_of, scheduler_
 
 __all__ = ["DeepSpeed", "Note", "from_deepspeed", "notes_of", "read"]
 
-DTYPES: Final = (("fp16", torch.float16), ("bf16", torch.bfloat16), ("bfp16", torch.bfloat16), ("fp32", torch.float32))
+DTYPES: Final = MappingProxyType(
+    {"fp16": torch.float16, "bf16": torch.bfloat16, "bfp16": torch.bfloat16, "fp32": torch.float32}
+)
 SECTIONS: Final = frozenset(key.partition(".")[0] for key in KEYS if "." in key)
 OFFLOADS: Final = frozenset(["zero_optimization.offload_optimizer", "zero_optimization.offload_param"])
 
@@ -91,9 +94,10 @@ def from_deepspeed(source: str | Path | Mapping[str, Any], *, world_size: int | 
     if world_size is None and torch.distributed.is_initialized():
         world_size = torch.distributed.get_world_size()
     get = _Values(config)
-    batches = [get.number(name, int) for name in ("train_batch_size", "train_micro_batch_size_per_gpu")]
-    accumulation = get.number("gradient_accumulation_steps", int)
-    batch, micro_batch = batches
+    batch, micro_batch, accumulation = (
+        get.number(name, int)
+        for name in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    )
     if None not in (batch, micro_batch, accumulation, world_size) and (
         batch != micro_batch * accumulation * world_size
     ):
@@ -158,10 +162,8 @@ def _flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
         is_section = (key in SECTIONS or key in OFFLOADS) and key not in KEYS
         if is_section and isinstance(value, Mapping):
             yield from _flat(value, f"{key}.")
-        elif is_section:
-            yield key, value  # of another type, or a section that is None: unknown
         else:
-            yield key, value
+            yield key, value  # a section that is no mapping is unknown by its name
 
 
 def _is_off(value: Any) -> bool:
@@ -195,9 +197,9 @@ class _Values:
 
     def dtype(self, key: str) -> torch.dtype | None:
         name = self.get(key, str)
-        if name is not None and name.lower() not in dict(DTYPES):
-            raise ValueError(f"{key} must be one of {', '.join(dict(DTYPES))}; got {name!r}.")
-        return None if name is None else dict(DTYPES)[name.lower()]
+        if name is not None and name.lower() not in DTYPES:
+            raise ValueError(f"{key} must be one of {', '.join(DTYPES)}; got {name!r}.")
+        return None if name is None else DTYPES[name.lower()]
 
 
 # -- zs.shard ---------------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ _FILES = "checkpoints are written in parts and loaded at any layout: zero.save()
 _LOG = "nothing of the training depends on it: zero.profile(), zero.memory() and your own logger tell"
 _DATA = "the data loader is yours"
 _TP = "split the model with torch's parallelize_module over an axis 'tensor' of mesh=: docs/meshes.md"
-_EP = "experts stay whole on each rank's shard; there is no axis of experts"
+_EP = "experts are sharded like other parameters; expert parallelism is not supported"
 _QUANT = "messages are not quantized"
 _FREE = "host memory and files are read and written in pieces of Offload(staging_bytes=)"
 
@@ -37,7 +37,7 @@ KEYS: Final[Mapping[str, tuple[Way, str]]] = MappingProxyType(
         "gradient_predivide_factor": ("without meaning", "gradients are divided once, by the number of ranks"),
         "gradient_allreduce_op": ("translated", "reduction= of zs.shard: 'mean' or 'sum'"),
         "communication_data_type": ("translated", "Precision(reduce=): the dtype of gradients in messages"),
-        "seq_parallel_communication_data_type": ("refused", "there is no sequence parallelism of DeepSpeed's kind"),
+        "seq_parallel_communication_data_type": ("refused", "DeepSpeed's sequence parallelism is not supported"),
         "sparse_gradients": ("refused", "gradients are dense: leave sparse=True out of nn.Embedding"),
         "disable_allgather": ("without meaning", "stages gather what they need"),
         "use_data_before_expert_parallelism": ("refused", _EP),
@@ -216,9 +216,9 @@ KEYS: Final[Mapping[str, tuple[Way, str]]] = MappingProxyType(
         "curriculum_learning": ("refused", _DATA),
         "progressive_layer_drop": ("refused", "drop layers in the model's forward"),
         "eigenvalue": ("refused", "it belongs to quantization in training, which is not there"),
-        "quantize_training": ("refused", "there is no quantization in training"),
-        "compression_training": ("refused", "there is no quantization or pruning in training"),
-        "weight_quantization": ("refused", "there is no quantization in training"),
+        "quantize_training": ("refused", "quantization in training is not supported"),
+        "compression_training": ("refused", "quantization and pruning in training are not supported"),
+        "weight_quantization": ("refused", "quantization in training is not supported"),
         "sparse_attention": ("refused", "attention is the model's"),
     }
 )

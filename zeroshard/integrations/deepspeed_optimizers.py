@@ -47,7 +47,7 @@ def optimizer_of(name: str, asked: Mapping[str, Any]) -> Callable[[Iterable[Any]
     else:
         cls = {one.lower(): value for one, value in vars(torch.optim).items() if inspect.isclass(value)}.get(kind)
     if cls is None or "params" not in (taken := inspect.signature(cls).parameters):
-        raise ValueError(f"optimizer.type={name!r} is no optimizer of DeepSpeed or torch.")
+        raise ValueError(f"optimizer.type={name!r} is not an optimizer of DeepSpeed or torch.")
     if unknown := sorted(options.keys() - taken.keys()):
         raise ValueError(f"optimizer.params has {', '.join(unknown)}, which {cls.__name__} does not take.")
     if "auto" in options.values():

@@ -149,7 +149,7 @@ class ZeroStrategy(DDPStrategy):  # type: ignore[misc]
         options: those of Lightning's DDPStrategy for the process group.
 
     `strategy.zero` is the handle, from the start of `fit()`, `validate()` or `test()`. Checkpoints are folders. The
-    model stays sharded afterwards, and a second `fit()` goes on with its optimizers. `strategy.zero.detach()` makes
+    model stays sharded afterwards, and a second `fit()` continues with its optimizers. `strategy.zero.detach()` makes
     model and optimizers plain.
 
     Raises:
