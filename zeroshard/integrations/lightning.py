@@ -4,7 +4,6 @@ Owns the moments at which they shard, accumulate, save and load. A checkpoint is
 part; the Trainer's own values are in a file of Lightning's beside it.
 """
 
-import dataclasses
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -14,6 +13,7 @@ import torch
 from torch import nn
 
 import zeroshard as zs
+from zeroshard.integrations.parts import FOLDER, newest_in, options_with, save_in
 
 try:
     from lightning.fabric.strategies import DDPStrategy as FabricDDP
@@ -28,7 +28,6 @@ __all__ = ["FabricStrategy", "ZeroStrategy"]
 
 VALUES: Final = "lightning.ckpt"
 """The file of the Trainer's own values in the folder of a checkpoint."""
-FOLDER: Final = "zeroshard"
 STEPS: Final = ("training_step", "validation_step", "test_step", "predict_step")
 """Methods of a LightningModule that run the model."""
 
@@ -170,10 +169,7 @@ class ZeroStrategy(DDPStrategy):  # type: ignore[misc]
         _check_precision(type(self).__name__, self.precision_plugin)
         if self.zero is None or self._sharded is not self.lightning_module:
             super().setup(trainer)
-            settings = self._asked.get("settings", zs.Settings())
-            methods = tuple(dict.fromkeys((*settings.forward_methods, *STEPS)))
-            options = self._asked | {"settings": dataclasses.replace(settings, forward_methods=methods)}
-            self.zero = zs.shard(self.lightning_module, self.optimizers or None, **options)
+            self.zero = zs.shard(self.lightning_module, self.optimizers or None, **options_with(self._asked, *STEPS))
             self._sharded = self.lightning_module
             return
         self.accelerator.setup(trainer)  # the model is where it was
@@ -221,8 +217,7 @@ class ZeroStrategy(DDPStrategy):  # type: ignore[misc]
         folder = Path(filepath)
         if self.is_global_zero:
             self.remove_checkpoint(folder)
-        self.zero.agree(True, "the folder of the checkpoint")
-        self.zero.save(folder / FOLDER / f"step-{checkpoint['global_step']}")
+        save_in(self.zero, folder, checkpoint["global_step"])
         # Last, so that a checkpoint with this file is complete.
         super().save_checkpoint(checkpoint, folder / VALUES, storage_options)
 
@@ -235,7 +230,7 @@ class ZeroStrategy(DDPStrategy):  # type: ignore[misc]
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load parameters and states. Collective: as `zero.load`; every rank must call."""
-        if self.zero is not None and (path := zs.latest(self._loaded / FOLDER)) is not None:
+        if self.zero is not None and (path := newest_in(self._loaded)) is not None:
             self.zero.load(path, only_model=not self.optimizers)
         elif self.zero is not None:
             with self.zero.gathered(writeback=True):

@@ -5,9 +5,7 @@ optimizer states and the scheduler are in a checkpoint of zeroshard beside them,
 states of the others.
 """
 
-import dataclasses
 import json
-import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -17,6 +15,7 @@ import torch
 
 import zeroshard as zs
 from zeroshard.integrations.accelerate import mark
+from zeroshard.integrations.parts import FOLDER, newest_in, options_with, save_in
 
 try:
     import transformers
@@ -29,8 +28,6 @@ except ModuleNotFoundError as error:
 
 __all__ = ["Seq2SeqTrainer", "Trainer", "ZeroMixin", "newest", "on_meta"]
 
-FOLDER: Final = "zeroshard"
-"""The checkpoint of zeroshard in the folder of a Trainer's checkpoint."""
 STATE: Final = "trainer_state.json"
 """The file that a Trainer writes last into a checkpoint."""
 REFUSED: Final = MappingProxyType(
@@ -128,19 +125,11 @@ class ZeroMixin(transformers.Trainer if TYPE_CHECKING else object):  # type: ign
 
     def _options(self) -> dict[str, Any]:
         """Return the arguments of `zs.shard`: ranks may generate texts of different lengths."""
-        options, settings = dict(self._asked), self._asked.get("settings", zs.Settings())
-        if hasattr(self.model, "generate") and "generate" not in settings.forward_methods:
-            methods = (*settings.forward_methods, "generate")
-            options["settings"] = dataclasses.replace(settings, forward_methods=methods)
-        return options
+        return options_with(self._asked, *["generate"] * hasattr(self.model, "generate"))
 
     def _shard_reference(self, model: torch.nn.Module) -> None:
         """Shard a model that is only evaluated, such as the reference of DPO. Collective: as `zs.shard`."""
-        kept = {
-            name: self._options()[name]
-            for name in ("stage", "mesh", "precision", "settings")
-            if name in self._options()
-        }
+        kept = {name: value for name, value in self._options().items() if name in KEPT}
         for parameter in model.parameters():
             parameter.requires_grad_(False)
         self.reference = zs.shard(model, **kept)
@@ -158,11 +147,7 @@ class ZeroMixin(transformers.Trainer if TYPE_CHECKING else object):  # type: ign
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         assert self.zero is not None
-        path = Path(output_dir, FOLDER)
-        if self.zero.mesh.rank == 0 and path.exists():  # a job that was killed left it
-            shutil.rmtree(path)
-        self.zero.agree(True, "the folder of the checkpoint")
-        self.zero.save(path / f"step-{self.state.global_step}", {"scheduler": self.lr_scheduler.state_dict()})
+        save_in(self.zero, Path(output_dir), self.state.global_step, {"scheduler": self.lr_scheduler.state_dict()})
 
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)
@@ -190,7 +175,7 @@ class ZeroMixin(transformers.Trainer if TYPE_CHECKING else object):  # type: ign
         if checkpoint is None:
             return
         assert self.zero is not None
-        if (path := zs.latest(Path(checkpoint, FOLDER))) is None:
+        if (path := newest_in(Path(checkpoint))) is None:
             raise ValueError(
                 f"{checkpoint} has no folder '{FOLDER}': a stock Trainer wrote it, or save_only_model=True. Start from "
                 "its weights with from_pretrained(), without resume_from_checkpoint."
