@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.processes import is_running
 from zeroshard.testing import RankFailure, run_ranks
 
 
@@ -119,14 +120,6 @@ def write_pid(folder: str, seconds: float) -> None:
 
 def return_a_lock() -> Any:
     return threading.Lock()
-
-
-def is_running(pid: int) -> bool:
-    """Whether a process exists and is no zombie."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 def pids_in(folder: Path) -> list[int]:

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import zeroshard as zs
 from tests import models
 from tests.oracle import assert_same
+from tests.processes import is_stopped
 from tests.rotation import third
 from zeroshard.testing import run_ranks
 
@@ -208,11 +209,6 @@ def test_values_are_gathered_in_the_order_of_the_mesh() -> None:
 
 STOP = "kill -STOP $0; for i in $(seq 1800); do [ -e $1 ] && break; sleep 0.1; done; kill -CONT $0"
 """A shell stops a process until a file is there, for three minutes at most."""
-
-
-def is_stopped(process: str) -> bool:
-    """Tell whether a process is stopped, by its number."""
-    return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 
 
 def beside_a_stopped_domain(folder: str) -> dict[str, Any]:

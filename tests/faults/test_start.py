@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 import zeroshard as zs
+from tests.processes import is_running
 from tools.settled import settled
 from zeroshard.testing import RankFailure, run_ranks
 
@@ -46,7 +47,7 @@ def wait_at_the_start(folder: str, port: int, place: str, number: int, late: int
             time.sleep(0.01)
         for one in told:
             process = int(one.read_text().split()[0])
-            while Path(f"/proc/{process}").exists() and " Z " not in Path(f"/proc/{process}/stat").read_text():
+            while is_running(process):
                 time.sleep(0.01)
         return max(time.time() - float(one.read_text().split()[1]) for one in told)
     # A handler that only takes notice, as one for pre-emption does.

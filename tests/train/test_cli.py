@@ -15,6 +15,7 @@ from pydoc_data.topics import topics
 import pytest
 from rich.console import Console
 
+from tests.processes import is_running
 from zeroshard.cli import main
 from zeroshard.terminal import Terminal
 from zeroshard.train.config import load_config
@@ -52,13 +53,6 @@ def _start(*command, cwd):
 
 def _children(pid):
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
-def _is_running(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 def _wait_for_steps(folder, count):
@@ -357,7 +351,7 @@ def test_signal_saves_and_the_same_command_goes_on(number, tmp_path):
     out, err = run.communicate(timeout=25)
     assert run.returncode == 128 + number
     assert err == ""
-    assert not any(_is_running(rank) for rank in ranks)
+    assert not any(is_running(rank) for rank in ranks)
     summary = json.loads((folder / "summary.json").read_text())
     made = summary["steps"]
     assert (summary["is_interrupted"], made < 40) == (True, True)
@@ -412,7 +406,7 @@ def test_signal_while_ranks_start_leaves_none(tmp_path):
     _, err = run.communicate(timeout=30)
     assert run.returncode == 130
     assert err == ""
-    assert not any(_is_running(rank) for rank in ranks)
+    assert not any(is_running(rank) for rank in ranks)
 
 
 @pytest.mark.rotates
@@ -422,7 +416,7 @@ def test_no_rank_outlives_its_launcher(tmp_path):
     ranks, end_s = _children(run.pid), time.monotonic() + 10
     run.kill()
     run.communicate(timeout=20)
-    while any(_is_running(rank) for rank in ranks):
+    while any(is_running(rank) for rank in ranks):
         assert time.monotonic() < end_s, "a rank goes on 10 s after its launcher was killed"
         time.sleep(0.05)
 
@@ -436,7 +430,7 @@ def test_death_of_one_rank_ends_the_others(tmp_path):
     _, err = run.communicate(timeout=45)
     assert run.returncode == 128 + signal.SIGKILL
     assert "zeroshard: rank 1 of 2 was ended by SIGKILL; the others were ended\n" in err
-    assert not any(_is_running(rank) for rank in ranks)
+    assert not any(is_running(rank) for rank in ranks)
 
 
 @pytest.mark.product
@@ -464,4 +458,4 @@ def test_a_rank_that_is_late_at_the_start(presses, tmp_path):
     # A launcher that a second Ctrl-C ends, ends by it; a shell tells 130 then, too.
     assert run.returncode in ((130, -signal.SIGINT) if presses else (128 + signal.SIGKILL,))
     assert presses or "zeroshard: rank 1 of 2 was ended by SIGKILL; the others were ended\n" in err
-    assert not any(_is_running(rank) for rank in ranks)
+    assert not any(is_running(rank) for rank in ranks)
