@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import zeroshard as zs
-from zeroshard.checkpoint.folders import FolderReader, export, import_folder
+from zeroshard.checkpoint.folders import FolderReader, export
+from zeroshard.checkpoint.imports import import_checkpoint
 from zeroshard.checkpoint.verify import list_checkpoints, verify
 from zeroshard.testing import run_ranks
 
@@ -100,7 +101,7 @@ def import_once(folder: str) -> list[Operation]:
     """Import a folder of tensors."""
     source = _tensors(Path(folder))
     with Recorder(Path(folder)) as recorder:
-        import_folder(source, Path(folder, RUNS, "step-0"))
+        import_checkpoint(source, Path(folder, RUNS, "step-0"))
         recorder.note("returned", f"{RUNS}/step-0")
     return recorder.operations
 
@@ -122,7 +123,7 @@ def import_again(root: Path, moment: Moment) -> None:
     """Require that what is there is whole, or that the same command makes it."""
     target = root / RUNS / "step-0"
     if not target.exists():
-        import_folder(root.parent / "tensors", target)
+        import_checkpoint(root.parent / "tensors", target)
         assert not (left := left_behind(target)), f"left behind: {left}"
     verify(target)
 

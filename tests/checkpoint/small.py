@@ -9,8 +9,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from typer.testing import CliRunner
 
 import zeroshard as zs
+from zeroshard.checkpoint.checkpoint_commands import make_commands
 
 
 class Small:
@@ -72,3 +74,11 @@ def rewrite(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
 def seal(path: Path, text: bytes) -> None:
     """Write a manifest's text with its checksum."""
     path.write_bytes(text + b'\n{"crc32":%d}\n' % zlib.crc32(text))
+
+
+def command(*arguments: object) -> tuple[int, list[str], list[str]]:
+    """Run a command; return its exit status, its lines and its problems."""
+    lines: list[str] = []
+    problems: list[str] = []
+    app = make_commands(lines.append, problems.append, lambda: contextlib.nullcontext(lambda done, total: None))
+    return CliRunner().invoke(app, [str(argument) for argument in arguments]).exit_code, lines, problems

@@ -11,7 +11,8 @@ import pytest
 
 from tests.contract.source import REPOSITORY
 from zeroshard.checkpoint.attempt import new_attempt, temporary_folder
-from zeroshard.checkpoint.folders import FolderReader, export, import_folder
+from zeroshard.checkpoint.folders import FolderReader, export
+from zeroshard.checkpoint.imports import import_checkpoint
 from zeroshard.checkpoint.verify import verify
 
 from . import small
@@ -22,11 +23,13 @@ import json, os, signal, sys, types
 package = types.ModuleType("zeroshard")
 package.__path__ = [{package!r}]
 sys.modules["zeroshard"] = package
-from zeroshard.checkpoint import files, folders
+from zeroshard.checkpoint import files
+from zeroshard.checkpoint.folders import export
+from zeroshard.checkpoint.imports import import_checkpoint
 from zeroshard.checkpoint.verify import verify
 
 OPERATIONS = ("create", "write", "sync", "rename", "sync_folder", "make_folder")
-command = folders.{command}
+command = {command}
 source, target = {source!r}, {target!r}
 
 def killed_at(number):
@@ -58,7 +61,7 @@ print(json.dumps(states))
 
 
 @pytest.mark.product
-@pytest.mark.parametrize("command", ["import_folder", "export"])
+@pytest.mark.parametrize("command", ["import_checkpoint", "export"])
 def test_a_killed_command_is_started_again(command: str, tmp_path: Path) -> None:
     checkpoint = small.write(tmp_path)
     source = checkpoint if command == "export" else export(checkpoint, tmp_path / "source")
@@ -91,13 +94,13 @@ def test_what_a_running_command_writes_is_left_alone(tmp_path: Path) -> None:
         export(checkpoint, tmp_path / "hf")
         attempt = attempt_of(sleeper.pid, tmp_path / "new")
         attempt.mkdir()
-        import_folder(tmp_path / "hf", tmp_path / "new")
+        import_checkpoint(tmp_path / "hf", tmp_path / "new")
         assert attempt.exists()
     finally:
         sleeper.send_signal(signal.SIGKILL)
         sleeper.wait()
     (tmp_path / "new").rename(tmp_path / "moved")
-    import_folder(tmp_path / "hf", tmp_path / "new")
+    import_checkpoint(tmp_path / "hf", tmp_path / "new")
     assert not attempt.exists()
 
 

@@ -8,7 +8,8 @@ import pytest
 
 import zeroshard as zs
 from zeroshard.checkpoint.diff import diff
-from zeroshard.checkpoint.folders import export, import_folder
+from zeroshard.checkpoint.folders import export
+from zeroshard.checkpoint.imports import import_checkpoint
 from zeroshard.checkpoint.verify import list_checkpoints, verify
 
 from . import small
@@ -69,7 +70,7 @@ def test_a_link_in_the_place_of_tensors_is_refused(tmp_path: Path, outside: Path
     one.symlink_to(plain / "model-00001-of-00001.safetensors")
     for source in (link, one):
         with pytest.raises(zs.CheckpointError, match=rf"{source.name}: is a link to .*, and links are not followed"):
-            import_folder(source, tmp_path / "new")
+            import_checkpoint(source, tmp_path / "new")
         with pytest.raises(zs.CheckpointError, match=rf"{source.name}: is a link to .*, and links are not followed"):
             small.Small().zero.load(source, only_model=True)
 

@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import zeroshard as zs
-from zeroshard.checkpoint.folders import import_folder
+from zeroshard.checkpoint.imports import import_checkpoint
 from zeroshard.cli import main
 from zeroshard.table.errors import printable
 
@@ -60,7 +60,7 @@ def test_commands_show_names_of_tensors(
     name, shown = (text.replace(r"\udcff", "").replace("\udcff", "") + "[/x]" for text in (EVIL, SHOWN))
     for number, names in enumerate([[name, "a"], ["a"]]):
         save_file({one: torch.zeros(2) for one in names}, tmp_path / f"{number}.safetensors")
-        import_folder(tmp_path / f"{number}.safetensors", tmp_path / f"step-{number}")
+        import_checkpoint(tmp_path / f"{number}.safetensors", tmp_path / f"step-{number}")
     out, _ = ran(monkeypatch, capsys, "diff", tmp_path / "step-0", tmp_path / "step-1")
     assert out == f"{shown}: only in the first\n"
     model = nn.Linear(2, 1, bias=False)

@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -12,13 +11,12 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
-from typer.testing import CliRunner
 
 import zeroshard as zs
 from tests.contract.source import REPOSITORY
-from zeroshard.checkpoint.checkpoint_commands import make_commands
 from zeroshard.checkpoint.diff import as_floats, diff
-from zeroshard.checkpoint.folders import FolderReader, export, import_folder
+from zeroshard.checkpoint.folders import FolderReader, export
+from zeroshard.checkpoint.imports import import_checkpoint
 from zeroshard.checkpoint.verify import list_checkpoints, verify
 from zeroshard.cli import main
 from zeroshard.testing import run_ranks
@@ -127,7 +125,7 @@ def import_gpt2(folder: str, way: str) -> torch.Tensor:
     else:
         path = Path(folder, f"imported-{zero.mesh.rank}")
         if zero.mesh.rank == 0:
-            import_folder(f"{folder}/again", path)
+            import_checkpoint(f"{folder}/again", path)
         dist.barrier()
         zero.load(Path(folder, "imported-0"), only_model=True)
     with zero.gathered(), torch.no_grad():
@@ -219,14 +217,6 @@ def test_a_dtype_is_cast_only_on_demand(tmp_path: Path) -> None:
         assert torch.equal(wide.weight, model.weight.float())
 
 
-def run(*arguments: object) -> tuple[int, list[str], list[str]]:
-    """Run a command; return its exit status, its lines and its problems."""
-    lines: list[str] = []
-    problems: list[str] = []
-    app = make_commands(lines.append, problems.append, lambda: nullcontext(lambda done, total: None))
-    return CliRunner().invoke(app, [str(argument) for argument in arguments]).exit_code, lines, problems
-
-
 def test_progress_counts_all_bytes(tmp_path: Path) -> None:
     path, seen = small.write(tmp_path), []
     verify(path, lambda done, total: seen.append((done, total)))
@@ -239,31 +229,33 @@ def test_commands(tmp_path: Path) -> None:
     tmp_path = tmp_path / "all" / "runs"
     tmp_path.mkdir(parents=True)
     one, other = small.write(tmp_path, 1), small.write(tmp_path, 2)
-    code, lines, _ = run("ls", tmp_path)
+    code, lines, _ = small.command("ls", tmp_path)
     assert code == 0
     assert [line.split()[0] for line in lines] == ["step-1", "step-2"]
     assert "step        2" in lines[1]
-    assert run("ls", tmp_path.parent)[1] == [f"{tmp_path.name}/{line}" for line in lines]
-    assert run("ls", one)[1] == lines[:1]
+    assert small.command("ls", tmp_path.parent)[1] == [f"{tmp_path.name}/{line}" for line in lines]
+    assert small.command("ls", one)[1] == lines[:1]
     (tmp_path / "empty" / "below").mkdir(parents=True)
-    assert run("ls", tmp_path / "empty")[1] == [f"{tmp_path}/empty: no checkpoints, neither here nor in folders below"]
-    code, lines, _ = run("verify", one, other)
+    assert small.command("ls", tmp_path / "empty")[1] == [
+        f"{tmp_path}/empty: no checkpoints, neither here nor in folders below"
+    ]
+    code, lines, _ = small.command("verify", one, other)
     assert (code, [line.partition(": ")[2][:5] for line in lines]) == (0, ["whole", "whole"])
-    assert run("diff", one, one)[:2] == (0, [])
-    code, lines, _ = run("diff", one, other)
+    assert small.command("diff", one, one)[:2] == (0, [])
+    code, lines, _ = small.command("diff", one, other)
     assert code == 1
     assert "step: 1 and 2" in lines
-    assert run("export", one, tmp_path / "hf")[0] == 0
+    assert small.command("export", one, tmp_path / "hf")[0] == 0
     assert json.loads((tmp_path / "hf" / "model.safetensors.index.json").read_text())["weight_map"].keys() == {
         "bias",
         "count",
         "weight",
     }
-    assert run("import", tmp_path / "hf", tmp_path / "step-3")[0] == 0
+    assert small.command("import", tmp_path / "hf", tmp_path / "step-3")[0] == 0
     verify(tmp_path / "step-3")
     (one / "extra.json").write_bytes(b"")
     for command in (("verify", one), ("diff", one, other), ("export", one, tmp_path / "x"), ("import", one, other)):
-        code, lines, problems = run(*command)
+        code, lines, problems = small.command(*command)
         assert (code, lines, len(problems)) == (1, [], 1), command
     assert not (tmp_path / "x").exists()
 

@@ -241,6 +241,24 @@ def unsafe_formats(module: Module) -> list[str]:
     return found
 
 
+def guarded_pickles(module: Module) -> list[str]:
+    """Where pickles are opened, names are looked up by a class of the package's own, or torch loads weights only."""
+    found = []
+    for node in ast.walk(module.tree):
+        if not isinstance(node, ast.Call):
+            continue
+        name = module.full_name(node.func)
+        is_guarded = any(word.arg == "weights_only" and is_true(word.value) for word in node.keywords)
+        if name.startswith("pickle.") or (name == "torch.load" and not is_guarded):
+            found.append(module.at(node.lineno, f"{name}: what it reads may be anybody's code"))
+    return found
+
+
+def is_true(node: ast.expr) -> bool:
+    """Tell whether an expression is the word True."""
+    return isinstance(node, ast.Constant) and node.value is True
+
+
 def vocabulary(module: Module) -> list[str]:
     """One word for one thing: the names that the package gives follow docs/design.md."""
     # P_a is the one thing of that name.
@@ -334,7 +352,8 @@ RULES: dict[Rule, frozenset[str]] = {
     stage_numbers: frozenset(["zeroshard.table.stages"]),
     module_state: frozenset(),
     default_devices: frozenset(),
-    unsafe_formats: frozenset(),
+    unsafe_formats: frozenset(["zeroshard.checkpoint.pickled"]),
+    guarded_pickles: frozenset(),
     vocabulary: frozenset(),
 }
 
@@ -382,6 +401,10 @@ PLANTED: list[tuple[Rule, str]] = [
     (unsafe_formats, "def f(text):\n    return eval(text)"),
     (unsafe_formats, "def f(text):\n    exec(text)"),
     (unsafe_formats, "import torch.distributed as dist\ndef f(x):\n    dist.broadcast_object_list(x)"),
+    (guarded_pickles, "import pickle\ndef f(data):\n    return pickle.loads(data)"),
+    (guarded_pickles, "import pickle\ndef f(file):\n    return pickle.Unpickler(file).load()"),
+    (guarded_pickles, "import torch\ndef f(path):\n    return torch.load(path)"),
+    (guarded_pickles, "import torch\ndef f(path):\n    return torch.load(path, weights_only=False)"),
     (vocabulary, "def partition_gradients(x): ..."),
     (vocabulary, "class FlatParam: ..."),
     (vocabulary, "def f(fetch_ahead): ..."),
@@ -391,6 +414,8 @@ PLANTED: list[tuple[Rule, str]] = [
 ]
 
 CLEAN: list[tuple[Rule, str]] = [
+    (guarded_pickles, "import torch\ndef f(path):\n    return torch.load(path, weights_only=True)"),
+    (guarded_pickles, "import pickle\nclass A(pickle.Unpickler): ..."),
     (default_devices, "import torch\ndef f(x):\n    return torch.zeros(2, device='cpu') + torch.ones_like(x)"),
     (torch_private, "import torch\ndef f(x):\n    return torch.Tensor.__add__(x, x._versions)"),
     (collectives, "from zeroshard.wire import comm\ndef f(x, unit):\n    comm.gather(x)\n    unit.reduce(x)"),

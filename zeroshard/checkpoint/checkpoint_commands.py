@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from zeroshard.checkpoint.diff import diff
-from zeroshard.checkpoint.folders import export, import_folder
+from zeroshard.checkpoint.folders import export
+from zeroshard.checkpoint.imports import described, import_checkpoint
 from zeroshard.checkpoint.verify import list_below, verify
 from zeroshard.table.errors import CheckpointError, printable
 
@@ -81,12 +82,19 @@ def make_commands(line: Print, problem: Print, progress: Progress) -> "typer.Typ
             say(f"{export(source, target, config=config)}: written")
 
     def read(
-        source: Annotated[Path, typer.Argument(help="A safetensors file, or a folder of such files.")],
+        source: Annotated[
+            Path,
+            typer.Argument(help="A file or folder: safetensors, torch.save (zero_to_fp32.py), DCP (FSDP2)."),
+        ],
         target: Annotated[Path, typer.Argument(help="The new checkpoint.")],
+        model: Annotated[str | None, typer.Option(help="Of a DCP folder: keys to the model, as in app.model.")] = None,
+        optimizer: Annotated[str | None, typer.Option(help="Of a DCP folder: the optimizer's class.")] = None,
+        only_model: Annotated[bool, typer.Option("--only-model", help="Leave optimizers out.")] = False,
     ) -> None:
-        """Create a checkpoint without optimizers from a folder of safetensors files."""
+        """Create a checkpoint from another program's: a model, and the optimizers of a DCP folder (FSDP2)."""
         with failure:
-            say(f"{import_folder(source, target)}: written; load it with only_model=True")
+            path = import_checkpoint(source, target, model=model, optimizer=optimizer, only_model=only_model)
+            say(f"{path}: written; {described(path)}")
 
     for name, command in (("ls", ls), ("verify", check), ("diff", compare), ("export", write), ("import", read)):
         app.command(name)(command)

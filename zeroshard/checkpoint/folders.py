@@ -1,7 +1,7 @@
-"""Folders of whole safetensors files, as Hugging Face writes and reads them: export to one, import from one.
+"""Folders of whole safetensors files, as Hugging Face writes and reads them: export to one, reading of one.
 
 Owns that layout: `model-00001-of-00002.safetensors` and so on, with `model.safetensors.index.json`. Without torch. Read
-`manifest.py` and `reader.py` first. Such folders carry no checksums: an import checks headers and sizes, not contents.
+`manifest.py` and `reader.py` first. Such folders carry no checksums: reading checks headers and sizes, not contents.
 """
 
 import json
@@ -18,24 +18,18 @@ from zeroshard.checkpoint import files, strict
 from zeroshard.checkpoint.adapter import adapter_names, is_adapted
 from zeroshard.checkpoint.attempt import new_folder
 from zeroshard.checkpoint.fit import check_fit
-from zeroshard.checkpoint.index import serialize
-from zeroshard.checkpoint.manifest import (
-    EXTRA,
-    MANIFEST,
-    Manifest,
-    spread,
-)
-from zeroshard.checkpoint.ranges import ITEM_BYTES, Spec, arrange, make_header
+from zeroshard.checkpoint.manifest import MANIFEST
+from zeroshard.checkpoint.ranges import ITEM_BYTES, Spec
 from zeroshard.checkpoint.reader import CheckpointReader, Source, opened, read_exactly, read_text
 from zeroshard.checkpoint.verify import verify
 from zeroshard.checkpoint.writer import FileWriter, write_file
-from zeroshard.core.version import VERSION
 from zeroshard.table.errors import CheckpointError
 
-__all__ = ["FolderReader", "export", "import_folder", "is_tensor_folder"]
+__all__ = ["FolderReader", "check_index", "copy_rows", "export", "files_of", "is_tensor_folder"]
 
-INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+INDEX_END = ".index.json"
+INDEX = f"{SINGLE}{INDEX_END}"
 CONFIG = "config.json"
 BESIDE = "export"
 """The folder beside a checkpoint whose files exports copy; docs/checkpoints.md has its name."""
@@ -151,13 +145,15 @@ def _write_whole(
             if spec.order:
                 writer.write(memoryview(_in_rows(spec, reader.read(spec.name, 0, spec.numel))))
                 continue
-            _copy_rows(reader, spec, writer)
+            copy_rows(reader, spec, writer)
 
 
-def _copy_rows(reader: Source, spec: Spec, writer: FileWriter) -> None:
+def copy_rows(reader: Source, spec: Spec, writer: FileWriter) -> None:
     """Write the elements of a tensor as they lie in the source."""
     for start in range(0, spec.numel, PIECE_NUMEL):
-        writer.write(memoryview(reader.read(spec.name, start, min(start + PIECE_NUMEL, spec.numel))))
+        data = memoryview(bytearray(min(PIECE_NUMEL, spec.numel - start) * spec.item_bytes))
+        reader.fill(spec.name, start, data)
+        writer.write(data)
 
 
 def _in_rows(spec: Spec, data: bytearray) -> bytes:
@@ -167,7 +163,7 @@ def _in_rows(spec: Spec, data: bytearray) -> bytes:
     return stored.transpose([spec.order.index(dim) for dim in range(len(spec.shape))]).tobytes()
 
 
-# -- import -----------------------------------------------------------------------------------------------------------
+# -- reading ----------------------------------------------------------------------------------------------------------
 
 
 @final
@@ -181,14 +177,14 @@ class FolderReader(Source):
     def __init__(self, path: str | Path) -> None:
         self._homes: dict[str, tuple[Path, int]] = {}
         specs: dict[str, Spec] = {}
-        for file in _files_of(Path(path)):
+        for file in files_of(Path(path), SINGLE):
             for name, (spec, offset) in _read_header(file).items():
                 if name in specs:
                     raise CheckpointError(f"{file}: '{name}' is also in {self._homes[name][0].name}.")
                 specs[name], self._homes[name] = spec, (file, offset)
         digest = zlib.crc32(repr(sorted(self._homes.items())).encode())
         super().__init__(Path(path), specs, None, digest)
-        _check_index(Path(path), {name: home[0].name for name, home in self._homes.items()})
+        check_index(Path(path), SINGLE, {name: home[0].name for name, home in self._homes.items()})
 
     def fill(self, name: str, start: int, buffer: memoryview) -> None:
         """Fill `buffer` with elements of a tensor; see `Source`."""
@@ -202,21 +198,30 @@ def is_tensor_folder(path: Path) -> bool:
     return path.is_file() or (not (path / MANIFEST).exists() and any((path / n).exists() for n in (INDEX, SINGLE)))
 
 
-def _files_of(path: Path) -> list[Path]:
+def files_of(path: Path, single: str) -> list[Path]:
+    """Return the files of a folder, which an index lists where there are several; or the file itself.
+
+    Args:
+        single: the name of the one file of a folder without an index.
+
+    Raises:
+        CheckpointError: there is neither, or a name that leads out of the folder.
+    """
     files.refuse_link(path)
     if path.is_file():
         return [path]
-    if (path / INDEX).exists():
-        names = set(_read_index(path / INDEX).values())
+    index = path / f"{single}{INDEX_END}"
+    if index.exists():
+        names = set(_read_index(index).values())
         for name in names:
-            if "/" in name or "\\" in name or name.startswith(".") or not name.endswith(".safetensors"):
+            if "/" in name or "\\" in name or name.startswith(".") or not name.endswith(Path(single).suffix):
                 raise CheckpointError(
-                    f"{path / INDEX}: {name[:200]!r} is not the name of a safetensors file in this folder."
+                    f"{index}: {name[:200]!r} is not the name of a {Path(single).suffix} file in this folder."
                 )
         return [path / name for name in sorted(names)]
-    if (path / SINGLE).exists():
-        return [path / SINGLE]
-    raise CheckpointError(f"{path}: holds neither {INDEX} nor {SINGLE}.")
+    if (path / single).exists():
+        return [path / single]
+    raise CheckpointError(f"{path}: holds neither {index.name} nor {single}.")
 
 
 def _read_index(path: Path) -> dict[str, str]:
@@ -227,12 +232,14 @@ def _read_index(path: Path) -> dict[str, str]:
     return homes
 
 
-def _check_index(path: Path, homes: Mapping[str, str]) -> None:
-    if path.is_dir() and (path / INDEX).exists():
-        listed = _read_index(path / INDEX)
+def check_index(path: Path, single: str, homes: Mapping[str, str]) -> None:
+    """Raise unless the index of a folder, if it has one, says of each tensor the file in which it is."""
+    index = path / f"{single}{INDEX_END}"
+    if path.is_dir() and index.exists():
+        listed = _read_index(index)
         wrong = sorted(set(listed.items()) ^ set(homes.items()))
         if wrong:
-            raise CheckpointError(f"{path / INDEX}: '{wrong[0][0]}' is not in {wrong[0][1]}.")
+            raise CheckpointError(f"{index}: '{wrong[0][0]}' is not in {wrong[0][1]}.")
 
 
 def _read_header(path: Path) -> dict[str, tuple[Spec, int]]:
@@ -273,31 +280,3 @@ def _parse_entry(path: Path, name: str, entry: Any) -> tuple[Spec, int]:
     if len(shape) > 64 or len(offsets) != 2 or offsets[1] - offsets[0] != spec.numel * spec.item_bytes:
         raise CheckpointError(f"{where} of shape {shape[:64]} does not fill bytes {offsets}.")
     return spec, offsets[0]
-
-
-def import_folder(source: str | Path, target: str | Path, *, step: int = 0) -> Path:
-    """Write a folder of safetensors files as a checkpoint without optimizers, for `zero.load(path, only_model=True)`.
-
-    Raises:
-        CheckpointError: the folder is invalid, or the checkpoint exists.
-    """
-    reader, path = FolderReader(source), Path(target)
-    specs = tuple(reader.specs.values())
-    with new_folder(path) as folder:
-        whole = ((0, spec.name, place, 0, spec.numel) for place, spec in enumerate(specs) if spec.numel)
-        by_kind, (homes, *columns) = spread(whole, ["model"] * len(specs), 1)
-        names = sorted(name for several in by_kind.values() for name in several)
-        chunks = arrange(specs, names, ([names.index(home) for home in homes], *columns), str(target))
-        extra = strict.dumps({"extra": {}, "loss_scale": None, "optimizers": []}, EXTRA)
-        entries = {EXTRA: write_file(folder / EXTRA, extra)}
-        for file, name in enumerate(names):
-            with FileWriter(folder / name) as writer:
-                for piece in make_header(specs, chunks, file):
-                    writer.write(memoryview(piece))
-                for place in chunks.tensor[chunks.of_file(file)].tolist():
-                    _copy_rows(reader, specs[place], writer)
-            entries[name] = writer.entry()
-        manifest = Manifest(step, 1, specs, None, entries, chunks, {"zeroshard": VERSION})
-        for name, text in serialize(manifest).items():
-            write_file(folder / name, text)
-    return path
