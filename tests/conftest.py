@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from .rotation import ROTATIONS, RUNNING, split
+from .rotation import ROTATIONS, RUNNING, TURNS, split
 
 PRELOAD = ("pytest", "tests.warm")
 PRELOAD_OF_TRANSFORMERS = "tests.integrations.tiny"
@@ -29,8 +29,8 @@ WITHOUT_RANKS = ("contract", "store", "table", "test_durability")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the choice of a third of the products."""
-    text = "which third of the cases of tests marked `product` runs, or all"
+    """Add the choice of a rotation."""
+    text = "which seventh of the cases that rotate runs, or all"
     parser.addoption("--rotation", choices=ROTATIONS, default="all", help=text)
 
 
@@ -43,7 +43,7 @@ def pytest_report_header(config: pytest.Config) -> str:
     """Say what the results depend on."""
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
     rotation = config.option.rotation
-    which = "all cases of products" if rotation == "all" else f"rotation {rotation} of 0, 1, 2 of the products' cases"
+    which = "all cases" if rotation == "all" else f"rotation {rotation} of 0 to {TURNS - 1}"
     return f"torch {torch.__version__}, {torch.get_num_threads()} thread, GPU: {gpu}, {which}"
 
 

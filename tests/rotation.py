@@ -1,18 +1,19 @@
-"""What `make test` runs: a third of each product, and in every third what finds planted bugs.
+"""What `make test` runs: a seventh of what takes time, and with every seventh all that is quick or finds planted bugs.
 
-Owns the rule. What each rotation leaves out the other two run, and `make test-all` runs everything. There are three
+Owns the rule. What each rotation leaves out the other six run, and `make test-all` runs everything. There are four
 kinds of things that rotate:
 
-- cases of a test marked `product`, which checks one property for many worlds, stages, seeds or models, and starts
-  processes for each: a third, and at least one;
+- cases of a test marked `product`, which checks one property for many worlds, stages, seeds or models;
 - values of a loop inside a test, which are given to `third`: the first value and a third of the others;
-- a test or case marked `rotates`, which takes seconds and says little that other tests do not: it runs in one rotation.
+- a test or case marked `rotates`, which says little that other tests do not;
+- any test of which a case takes `COSTLY_S` or more, as `tests/seconds.json` has them measured (`tools/seconds.py`).
 
-A case that finds a planted bug (`tools/planted.py`) runs in each rotation, its loops as a whole; of a product that a
-bug names without a case, the first does.
+Each case that rotates runs in one of the rotations. A case that finds a planted bug (`tools/planted.py`) runs in each,
+its loops as a whole; of a product that a bug names without a case, the first does.
 """
 
 import zlib
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -20,10 +21,18 @@ from typing import TypeVar
 import pytest
 
 from tools.planted import BUGS
+from tools.seconds import seconds_of_tests
 
 Value = TypeVar("Value")
 
-ROTATIONS = ("0", "1", "2", "all")
+TURNS = 7
+"""A prime number, so that every seventh case of a table meets all values of its parameters."""
+ROTATIONS = (*map(str, range(TURNS)), "all")
+
+COSTLY_S = 1.0
+"""With quicker ones a rotation takes a minute and a half."""
+COSTLY = frozenset(name for name, took_s in seconds_of_tests().items() if took_s >= COSTLY_S)
+"""Tests of which a case takes that long."""
 
 NAMED = frozenset(bug.test for bug in BUGS)
 """Cases, tests and files that find a planted bug (`tools/planted.py`)."""
@@ -62,35 +71,14 @@ def third(values: Iterable[Value]) -> list[Value]:
     if is_whole():
         return values
     shift = zlib.crc32(RUNNING.case.encode())
-    return [value for place, value in enumerate(values) if place == 0 or (place + shift) % 3 == int(RUNNING.rotation)]
+    return [
+        value for place, value in enumerate(values) if place == 0 or (place + shift - int(RUNNING.rotation)) % 3 == 0
+    ]
 
 
 def share(amount: float) -> float:
     """Return what a test that runs for a time, or to a number, has of it in this rotation: a third, as for `third`."""
     return amount if is_whole() else amount / 3
-
-
-def turn_of(number: int, sizes: Iterable[int]) -> int:
-    """Return the rotation in which a product's case runs.
-
-    It is the sum of the places that its values have in their parameters: a rotation has the diagonals of a table, so
-    every row and every column. The number alone would not do: where a parameter has three values, a rotation would
-    have one of them.
-
-    Args:
-        number: of the case, from 0.
-        sizes: how many values each parameter has, the one that changes from each case to the next first.
-    """
-    places = 0
-    for size in sizes:
-        number, place = divmod(number, size)
-        places += place
-    return (places + number) % 3
-
-
-def sizes_of(item: pytest.Item) -> list[int]:
-    """Return how many values each `parametrize` of a test has, the one that changes fastest first."""
-    return [len(list(mark.args[1])) for mark in item.iter_markers("parametrize")][::-1]
 
 
 def split(items: Sequence[pytest.Item], rotation: str) -> tuple[list[pytest.Item], list[pytest.Item]]:
@@ -100,23 +88,17 @@ def split(items: Sequence[pytest.Item], rotation: str) -> tuple[list[pytest.Item
     """
     kept: list[pytest.Item] = []
     left_out: list[pytest.Item] = []
-    turns: dict[str, list[int]] = {}
+    cases = Counter[str]()
     for item in items:
         name = item.nodeid.partition("[")[0]
-        of_test = turns.setdefault(name, [])
-        of_test.append((zlib.crc32(name.encode()) + turn_of(len(of_test), sizes_of(item))) % 3)
-    places = {name: iter(range(len(of_test))) for name, of_test in turns.items()}
-    for item in items:
-        name = item.nodeid.partition("[")[0]
-        place, of_test = next(places[name]), turns[name]
-        if rotation == "all" or item.nodeid in NAMED:
+        case, cases[name] = cases[name], cases[name] + 1
+        turn = (zlib.crc32(name.encode()) + case) % TURNS
+        if rotation in ("all", str(turn)) or item.nodeid in NAMED:
             is_kept = True
-        elif item.get_closest_marker("rotates") is not None:
-            is_kept = finds_a_bug(item.nodeid) or of_test[place] == int(rotation)
         elif item.get_closest_marker("product") is not None:
-            is_first = place == 0 and (int(rotation) not in of_test or finds_a_bug(item.nodeid))
-            is_kept = is_first or of_test[place] == int(rotation)
+            is_kept = case == 0 and finds_a_bug(item.nodeid)
         else:
-            is_kept = True
+            rotates = item.get_closest_marker("rotates") is not None or name in COSTLY
+            is_kept = finds_a_bug(item.nodeid) or not rotates
         (kept if is_kept else left_out).append(item)
     return kept, left_out
