@@ -249,8 +249,11 @@ def test_a_hundred_thousand_events_are_drawn_in_two_seconds(open_page: Open) -> 
     assert min(times_ms) < MANY_MS, times_ms
     # Also while the cursor moves and the part that is shown changes.
     script = "const t = performance.now(); const v = zeroshard.views.get('film'); v.moveTo({}); v.draw();"
-    moved_ms = opened.script(f"(() => {{ {script.format(MANY // 2)} return performance.now() - t }})()")
-    assert moved_ms < MANY_MS / 4
+    moved_ms = [
+        opened.script(f"(() => {{ {script.format(MANY // 2 + place)} return performance.now() - t }})()")
+        for place in range(3)
+    ]
+    assert min(moved_ms) < MANY_MS / 4, moved_ms
 
 
 # -- the film ---------------------------------------------------------------------------------------------------------

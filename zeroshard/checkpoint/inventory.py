@@ -31,7 +31,17 @@ from zeroshard.update.optimizer import ShardedOptimizer, is_cut
 from zeroshard.whole.owned import OwnedState, is_stored, own_state
 from zeroshard.wire.mesh import Mesh
 
-__all__ = ["Item", "aliases_of", "generator_items", "groups_of", "held_range", "model_items", "order_of", "state_items"]
+__all__ = [
+    "Item",
+    "aliases_of",
+    "generator_items",
+    "groups_of",
+    "held_range",
+    "model_items",
+    "named_buffers",
+    "order_of",
+    "state_items",
+]
 
 Tensor = torch.Tensor
 
@@ -203,7 +213,7 @@ def aliases_of(engine: Engine, model: nn.Module) -> dict[str, str]:
         if isinstance(parameter, ShardedParameter) and (first := slot_of(parameter).name) != name:
             aliases[name] = first
     seen: dict[int, str] = {}
-    for name, buffer in _named_buffers(model):
+    for name, buffer in named_buffers(model):
         if (first := seen.setdefault(id(buffer), name)) != name:
             aliases[name] = first
     return aliases
@@ -256,13 +266,13 @@ def held_range(slot: Slot) -> tuple[int, int]:
 
 def _buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     seen: set[int] = set()
-    for name, buffer in _named_buffers(model):
+    for name, buffer in named_buffers(model):
         if id(buffer) not in seen:
             seen.add(id(buffer))
             yield name, buffer
 
 
-def _named_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def named_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield the buffers in a state dict: persistent buffers, by all their names."""
     for prefix, module in model.named_modules(remove_duplicate=False):
         for name, buffer in module._buffers.items():

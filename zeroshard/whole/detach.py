@@ -31,7 +31,7 @@ from zeroshard.whole.gathered import gather_states
 from zeroshard.whole.owned import OwnedState, is_stored, owned_states
 from zeroshard.wire.comm import Tag
 
-__all__ = ["PLACES", "detach"]
+__all__ = ["PLACES", "detach", "gather_masters"]
 
 Tensor = torch.Tensor
 PLACES = ("all", "rank 0")
@@ -175,7 +175,7 @@ class _Detached:
                 # Its entry stays in the group until all units are plain, without memory.
                 master.data = master.new_empty(0)
         for bucket in unit.buckets:
-            views = bucket.places.views_of(_gather_masters(engine, bucket))
+            views = bucket.places.views_of(gather_masters(engine, bucket))
             for slot, values in zip([slot_of(p) for p in bucket.parameters], views, strict=True):
                 self._give(slot, values)
         for bucket in unit.buckets:
@@ -201,7 +201,7 @@ class _Detached:
                         state["step"] = step.cpu()
 
 
-def _gather_masters(engine: Engine, bucket: Bucket) -> Tensor:
+def gather_masters(engine: Engine, bucket: Bucket) -> Tensor:
     """Return (full_numel,): the master weights of a bucket. Collective: an all-gather."""
     full = torch.zeros(bucket.layout.full_numel, dtype=bucket.dtypes.master, device=bucket.device)
     with torch.no_grad():
