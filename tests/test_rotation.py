@@ -158,7 +158,9 @@ def test_seconds_are_those_of_setup_call_and_teardown() -> None:
     0.25s teardown tests/b.py::test_two
     FAILED tests/b.py::test_two - 3.00s call
     """
-    assert seconds_in(log.splitlines()) == {"tests/a.py::test_one": 1.5, "tests/b.py::test_two": 0.2}
+    assert seconds_in([log]) == {"tests/a.py::test_one": 1.5, "tests/b.py::test_two": 0.2}
+    quicker = "1.00s call     tests/a.py::test_one[1-a]"
+    assert seconds_in([log, quicker]) == {"tests/a.py::test_one": 1.0, "tests/b.py::test_two": 0.2}
 
 
 def test_the_seconds_are_of_tests_that_there_are() -> None:

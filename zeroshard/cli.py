@@ -17,7 +17,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, NoReturn
 
 import zeroshard
 from zeroshard.table.errors import printable
-from zeroshard.train.launch import StopSignal, follow_launcher, is_first_rank, joined_world_size, launch_ranks
+from zeroshard.train.launch import (
+    StopSignal,
+    follow_launcher,
+    is_first_rank,
+    joined_world_size,
+    launch_ranks,
+    name_launcher,
+)
 
 try:
     import pydantic  # noqa: F401
@@ -334,7 +341,7 @@ def _prepare(config: Config, *, is_fresh: bool) -> None:
     from zeroshard.train.run import prepare
 
     try:
-        check_folder(config, is_fresh=is_fresh)
+        check_folder(config, is_fresh=is_fresh, launcher=name_launcher())
         prepare(config)
     except (ValueError, ImportError, OSError) as error:
         _fail(str(error))

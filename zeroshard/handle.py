@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from zeroshard import peers
+from zeroshard import accelerate_private, peers
 from zeroshard.account import accounting
 from zeroshard.account.exhaustion import describe_exhaustion, is_exhaustion
 from zeroshard.account.summary import summarize, warn_if_whole
@@ -94,7 +94,7 @@ OLD = MappingProxyType(
 
 
 def _refuse_others(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Wrap a function to reject removed arguments and those of other libraries, naming the replacement."""
+    """Wrap a function to reject removed arguments, those of other libraries, and libraries that shard, too."""
 
     @functools.wraps(function)
     def call(*args: _P.args, **options: _P.kwargs) -> _T:
@@ -107,6 +107,7 @@ def _refuse_others(function: Callable[_P, _T]) -> Callable[_P, _T]:
                 "shard() takes the model and its optimizer by position and all else by name, such as stage=3; got a "
                 f"third argument, of type {type(args[2]).__name__}. {peers.SEE[0].upper()}{peers.SEE[1:]}."
             )
+        accelerate_private.refuse_plugins()
         return function(*args, **options)
 
     return call
@@ -253,8 +254,7 @@ def shard_over(asked: Request, joined: Mesh, make_comm: MakeComm, *, draws_alike
         stores = make_stores(described)
     cell, plans = described.row.activations, described.plans
     dtypes = {name: parameter.dtype for plan in plans for name, parameter in plan.parameters}
-    treatment = treatment_of(cell, plans, axis_of(comm), ledger)
-    engine = build(described, comm, ledger, treatment, stores, StandIns)
+    engine = build(described, comm, ledger, treatment_of(cell, plans, axis_of(comm), ledger), stores, StandIns)
     if pipe is not None:
         engine.norms_of_places = norms_over(engine, elsewhere)
     if domain.launched > 1:
@@ -268,6 +268,7 @@ def shard_over(asked: Request, joined: Mesh, make_comm: MakeComm, *, draws_alike
         watch_axis(engine, described.model, settings)
     recompute_units(cell, plans, hooks, engine.saved, ledger, engine.guard.suspect, engine.undo.put)
     warn_if_whole(described.mesh, engine.units, described.plans)
+    accelerate_private.mark(described.model, zero.no_sync, engine.undo.put)
     return zero
 
 
@@ -309,8 +310,7 @@ class Zero:
         dtypes: Mapping[str, torch.dtype],
         stores: Stores,
     ) -> None:
-        self._dtypes, self._settings = dtypes, described.settings
-        self._stores, self._specs = stores, described.units
+        self._dtypes, self._settings, self._stores, self._specs = dtypes, described.settings, stores, described.units
         self._engine, self._model, self._elementwise = engine, described.model, described.settings.elementwise
         self._ignored, self._sharded = described.ignored, list[ShardedOptimizer]()
         self._chosen = [described.chosen] if described.chosen else []

@@ -15,7 +15,9 @@ from .blocks import examples, run_block
 from .source import Module, package_modules, plant
 
 # Third-party packages that are extras: a module that needs one which is not installed cannot be imported here.
-EXTRAS = frozenset(["deepspeed", "lightning", "matplotlib", "peft", "pyarrow", "tokenizers", "transformers"])
+EXTRAS = frozenset(
+    ["accelerate", "deepspeed", "lightning", "matplotlib", "peft", "pyarrow", "tokenizers", "transformers"]
+)
 
 
 def public_modules() -> list[Module]:

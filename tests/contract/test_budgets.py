@@ -35,6 +35,7 @@ ADDED = {
     "weights of several groups, each split over the ranks": 8,
     "pipelines: schedules, messages, chunks of a model": 200,
     "parameters that stay whole until the step": 19,
+    "starts that share the store of a launcher": 30,
     "faults of pipelines: one watchdog, the first value that is not finite, calls inside a step": 15,
 }
 """Lines of the engine that features have added since the budgets were set."""

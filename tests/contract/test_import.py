@@ -11,6 +11,7 @@ import pytest
 from .source import REPOSITORY, package_modules
 
 HEAVY = (
+    "accelerate",
     "transformers",
     "peft",
     "typer",

@@ -21,6 +21,7 @@ LAYERS = (
     "torch_private",
     "torch_groups",
     "torch_checks",
+    "accelerate_private",
     "devices",
     "transformers_files",
     "watch",

@@ -1,6 +1,5 @@
 """Other libraries' loops, as they are: HF Trainer and Accelerate train a sharded model with a plain one's losses."""
 
-import contextlib
 import functools
 from pathlib import Path
 from typing import Any
@@ -55,6 +54,14 @@ def test_the_trainer_trains_on_one_rank(stage: int, tmp_path: Path) -> None:
     assert train_with_trainer(stage, tmp_path) == train_with_trainer(PLAIN, tmp_path)
 
 
+def test_the_trainer_trains_on_two_ranks(tmp_path: Path) -> None:
+    """DDP is what the Trainer makes of a plain model there."""
+    cases = [(stage, tmp_path) for stage in (PLAIN, *third(STAGES[::-1]))]
+    plain, *sharded = run_cases(train_with_trainer, 2, cases).values()
+    for found in sharded:
+        assert found == plain
+
+
 def train_with_accelerate(stage: int, prepares_model: bool) -> list[float]:
     """Train as Accelerate's documentation does; return the losses. Runs on a rank."""
     accelerator = accelerate.Accelerator(cpu=True)
@@ -88,7 +95,7 @@ def accelerated(world: int) -> dict[tuple[Any, ...], list[Any]]:
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("world", [1, 2])
 def test_accelerate_trains(world: int, stage: int) -> None:
-    """On one rank with the model prepared, too; on two without, which would wrap it in DDP."""
+    """On one rank with the model prepared, too; on two without, as where a release of Accelerate would wrap it."""
     found = accelerated(world)
     for expected, losses in zip(found[PLAIN, True], found[stage, world == 1], strict=True):
         assert losses == pytest.approx(expected, rel=1e-5)
@@ -106,16 +113,13 @@ def train_in_mixed_precision(stage: int, how: str, precision: str) -> list[str]:
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-3)
     zs.shard(model, optimizer, stage=stage, precision=precision, settings=zs.Settings(watchdog_s=WATCHDOG_S))
     optimizer, loader = accelerator.prepare(optimizer, DataLoader(windows(), batch_size=4))  # type: ignore[arg-type]
-    if how == "marked":
-        # As integrations do, so that Accelerate takes the model as it is.
-        model._is_accelerate_prepared = True
-    if how in ("marked", "prepared"):
+    if how in ("prepared", "evaluated"):
         model = accelerator.prepare(model)
     seen: set[str] = set()
     model.model.layers[0].self_attn.q_proj.register_forward_hook(lambda *given: seen.add(str(given[2].dtype)))
     for batch, _ in zip(loader, range(2), strict=False):
         try:
-            with accelerator.autocast() if how == "autocast" else contextlib.nullcontext():
+            with accelerator.autocast() if how == "autocast" else torch.set_grad_enabled(how != "evaluated"):
                 loss = model(**batch).loss
         except RuntimeError as error:
             return [str(error)]
@@ -127,8 +131,8 @@ def train_in_mixed_precision(stage: int, how: str, precision: str) -> list[str]:
 
 
 def test_an_autocast_that_accelerate_does_not_apply_is_refused() -> None:
-    refused = [(0, "recipe", "fp32"), (3, "recipe", "fp32"), (1, "marked", "fp32")]
-    trains = {(3, "plain", "fp32"): "float32", (3, "autocast", "fp32"): "bfloat16", (0, "recipe", "bf16"): "bfloat16"}
+    refused = [(0, "recipe", "fp32"), (3, "prepared", "fp32"), (1, "prepared", "fp32"), (2, "evaluated", "fp32")]
+    trains = {(3, "plain", "fp32"): "float32", (3, "autocast", "fp32"): "bfloat16", (0, "prepared", "bf16"): "bfloat16"}
     found = run_cases(train_in_mixed_precision, 2, [*refused, *trains])
     for case in refused:
         assert all("precision='bf16'" in text for texts in found[case] for text in texts), found[case]

@@ -6,7 +6,6 @@ import signal
 from pathlib import Path
 from typing import Any
 
-import accelerate
 import peft
 import pytest
 import torch
@@ -16,7 +15,6 @@ from tests.contract.blocks import examples, run_block
 from tests.contract.source import REPOSITORY
 from tests.oracle import STAGES, WATCHDOG_S, randint, seed
 from tests.rotation import third
-from zeroshard.integrations.accelerate import mark
 from zeroshard.integrations.transformers import Trainer, newest, on_meta
 from zeroshard.table.settings import Settings
 from zeroshard.testing import RankFailure, run_ranks
@@ -350,26 +348,12 @@ def test_an_incomplete_checkpoint_is_passed_over(tmp_path: Path) -> None:
         newest(tmp_path / "other")
 
 
-def test_accelerate_returns_a_marked_model_as_it_is() -> None:
-    """The self-test of a private name: without the mark the installed release would wrap it."""
-    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
-    accelerator = accelerate.Accelerator(cpu=True, mixed_precision="bf16")
-    model = torch.nn.Linear(2, 2)
-    forward = model.forward
-    mark(model, None)
-    assert accelerator.prepare(model) is model
-    assert model.forward == forward
-    assert accelerator.prepare(other := torch.nn.Linear(2, 2)) is other
-    assert hasattr(other, "_original_forward")
-    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
-
-
 # -- the page ---------------------------------------------------------------------------------------------------------
 
 
 def run_page(folder: Path) -> None:
     os.chdir(folder)
-    (program,) = examples((REPOSITORY / "docs/trainers.md").read_text())
+    program = examples((REPOSITORY / "docs/trainers.md").read_text())[0]
     run_block(program, "docs/trainers.md")
 
 

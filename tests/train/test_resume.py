@@ -246,6 +246,17 @@ def test_a_new_run_overwrites_nothing(tmp_path):
         check_folder(config, is_fresh=True)
 
 
+def test_a_launcher_that_restarts_its_ranks_resumes_what_it_began(tmp_path):
+    config = load_config(overrides=[*SMALL, f"run.folder={tmp_path}", "run.name=run", "run.ranks=1"])
+    check_folder(config, is_fresh=True, launcher="one")
+    _run(tmp_path, "run", stop_after=1)
+    check_folder(config, is_fresh=True, launcher="one")
+    check_folder(config, launcher="other")
+    for launcher in ("", "other", "other"):
+        with pytest.raises(ValueError, match=r"--fresh: .* holds a run, and runs are not overwritten"):
+            check_folder(config, is_fresh=True, launcher=launcher)
+
+
 def test_a_folder_is_for_one_process_at_a_time(tmp_path):
     config = load_config(overrides=[*SMALL, f"run.folder={tmp_path}", "run.name=run", "run.ranks=1"])
     _run(tmp_path, "run", stop_after=1)

@@ -9,9 +9,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-import zeroshard as zs
+import torch
+from torch import nn
 
-__all__ = ["FOLDER", "newest_in", "options_with", "save_in"]
+import zeroshard as zs
+from zeroshard.checkpoint.whole_model import state_on_first_rank
+
+__all__ = ["FOLDER", "newest_in", "options_with", "save_in", "whole_on_first_rank"]
 
 FOLDER: Final = "zeroshard"
 """The folder of zeroshard in the folder of a trainer's checkpoint."""
@@ -24,17 +28,46 @@ def options_with(asked: Mapping[str, Any], *methods: str) -> dict[str, Any]:
     return {**asked, "settings": dataclasses.replace(settings, forward_methods=names)}
 
 
-def save_in(zero: zs.Zero, folder: Path, step: int, extra: Mapping[str, Any] | None = None) -> None:
+def save_in(zero: zs.Zero, folder: Path, step: int | None = None, extra: Mapping[str, Any] | None = None) -> None:
     """Write a trainer's checkpoint in parts, in the place of what a killed job left.
+
+    Args:
+        step: the trainer's count of steps; by default the optimizer's, and the name has none.
 
     Collective: as `zero.save`, after a barrier; every rank must call.
     """
     if zero.mesh.rank == 0 and (folder / FOLDER).exists():
         shutil.rmtree(folder / FOLDER)
     zero.agree(True, "the folder of the checkpoint")
-    zero.save(folder / FOLDER / f"step-{step}", extra)
+    zero.save(folder / FOLDER / ("state" if step is None else f"step-{step}"), extra)
 
 
 def newest_in(folder: Path) -> Path | None:
     """Return the part of a trainer's checkpoint that `save_in` wrote; None without one."""
     return zs.latest(folder / FOLDER)
+
+
+def whole_on_first_rank(zero: zs.Zero, model: nn.Module, what: str) -> dict[str, torch.Tensor]:
+    """Return the model's state dict, with master weights, in host memory of rank 0, and {} on other ranks.
+
+    Args:
+        what: the caller, for messages.
+
+    Collective: gathers all parameters, a unit at a time; with an axis "tensor", all at once. Every rank must call.
+    """
+    if len(zero.mesh.tensor_ranks) == 1:
+        return state_on_first_rank(zero._engine, model, what)
+    with zero.gathered(whole=True):
+        return _copied(model.state_dict()) if zero.mesh.rank == 0 else {}
+
+
+def _copied(state: Any) -> Any:
+    """Return a state with tensors of its own in host memory; those that share memory share it again."""
+    copies = dict[Any, Any]()
+    for name, value in state.items():
+        if isinstance(value, torch.Tensor):
+            key = (value.data_ptr(), value.shape, value.stride()) if value.numel() else name
+            if key not in copies:
+                copies[key] = value.detach().to("cpu", copy=True)
+            state[name] = copies[key]
+    return state

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 import zeroshard as zs
-from zeroshard.integrations.accelerate import mark
-from zeroshard.integrations.parts import FOLDER, newest_in, options_with, save_in
+from zeroshard.integrations.accelerate import keep_as_is
+from zeroshard.integrations.parts import FOLDER, newest_in, options_with, save_in, whole_on_first_rank
 
 try:
     import transformers
@@ -62,6 +62,7 @@ class ZeroMixin(transformers.Trainer if TYPE_CHECKING else object):  # type: ign
 
     zero: zs.Zero | None = None
     reference: zs.Zero | None = None
+    _whole: dict[str, torch.Tensor] | None = None
 
     def __init__(self, *args: Any, zero: Mapping[str, Any] | None = None, **options: Any) -> None:
         self._asked, self._sharded = dict(zero or {}), None
@@ -118,7 +119,7 @@ class ZeroMixin(transformers.Trainer if TYPE_CHECKING else object):  # type: ign
         if self.zero is None or self._sharded is not self.model:
             self._sharded = self.model  # `model_init` makes another one for each `train()`
             self.zero = zs.shard(self.model, optimizer, **self._options())
-            mark(self.model, self.zero)
+            keep_as_is(self.model)
             if self.args.torch_compile:  # Accelerate compiles only what it prepares
                 self.model.compile(backend=self.args.torch_compile_backend, mode=self.args.torch_compile_mode)
         return optimizer
@@ -133,17 +134,24 @@ class ZeroMixin(transformers.Trainer if TYPE_CHECKING else object):  # type: ign
         for parameter in model.parameters():
             parameter.requires_grad_(False)
         self.reference = zs.shard(model, **kept)
-        mark(model, None)
+        keep_as_is(model)
 
     # -- saving -------------------------------------------------------------------------------------------------------
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save the model for `from_pretrained`, on rank 0. Collective: gathers all parameters; every rank must call."""
-        if self.zero is None:
+        """Save the model for `from_pretrained`, on rank 0, which has it whole in host memory.
+
+        Collective: gathers all parameters, a unit at a time; every rank must call.
+        """
+        if self.zero is not None:
+            self._whole = whole_on_first_rank(self.zero, self.model, "Trainer.save_model()")
+        try:
             super().save_model(output_dir, _internal_call)
-            return
-        with self.zero.gathered(whole=True):
-            super().save_model(output_dir, _internal_call)
+        finally:
+            self._whole = None
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        super()._save(output_dir, self._whole if state_dict is None else state_dict)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         assert self.zero is not None
@@ -185,9 +193,11 @@ class ZeroMixin(transformers.Trainer if TYPE_CHECKING else object):  # type: ign
     def _load_best_model(self) -> None:
         if self.zero is None:
             super()._load_best_model()
-            return
-        with self.zero.gathered(writeback=True):
-            super()._load_best_model()
+        elif (path := newest_in(Path(str(self.state.best_model_checkpoint)))) is not None:
+            self.zero.load(path, only_model=True)
+        else:  # save_only_model=True
+            with self.zero.gathered(writeback=True):
+                super()._load_best_model()
 
 
 def newest(folder: Path) -> Path:

@@ -15,7 +15,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Final, final
@@ -81,6 +81,8 @@ class Wait:
         self.meeting = f"{place} of {hashlib.sha1(str(self.ranks).encode(), usedforsecurity=False).hexdigest()}"
         """The place and the ranks, for keys of the store."""
         self._limit_s, self._heartbeat_s = limit_s, heartbeat_s
+        self.meanwhile: Callable[[], None] = lambda: None
+        """Called in each pause."""
         self._begin_s, self._has_told, self._looked_s = time.monotonic(), False, time.monotonic()
 
     @property
@@ -121,6 +123,7 @@ class Wait:
                     "host and in its output, and whether its host reaches this one."
                 )
             logging.getLogger(__name__).warning(f"{text}; this rank waits for {self._limit_s:g} s.")
+        self.meanwhile()
         # Ranks usually arrive together; a long pause would then dominate the time of `zs.shard()`.
         time.sleep(min(POLL_S, FIRST_PAUSE_S + self.waited_s / 10))
 

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from zeroshard import devices
 from zeroshard.join.arrival import Wait, ends_by_signal, open_store, tell_meeting
 from zeroshard.join.places import await_places
+from zeroshard.join.restarts import part_of_this_start
 from zeroshard.table.errors import RankMismatchError
 from zeroshard.torch_groups import default_store
 from zeroshard.watch.process import is_child_of
@@ -164,6 +165,7 @@ def _join(launched: Launched, watchdog_s: float, heartbeat_s: float, backend: st
     wait = Wait(rank, range(world_size), f"[rank {rank}/{world_size}]", "zs.init()", watchdog_s, heartbeat_s)
     if launched.has_store:
         store, *_ = next(dist.rendezvous("env://", rank, world_size, timeout=limit))
+        store = part_of_this_start(store, wait)
     else:
         store = open_store(wait, launched.address, launched.port, watchdog_s)
     device = devices.choose("nccl" if "nccl" in backend else None, local_rank=read_local_rank())

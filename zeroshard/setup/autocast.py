@@ -1,16 +1,16 @@
 """The rejection of an autocast that Accelerate was asked for and does not apply.
 
-Owns the names of Accelerate that tell, which are not public; `tests/integrations/test_stock.py` holds them. Accelerate,
-and with it the Trainer of Transformers, applies `mixed_precision=` in the forward of models that it prepares. A sharded
-model is not prepared on several ranks, so it would train in float32 without a word.
+Owns the moment and the text. Accelerate, and with it the Trainer of Transformers, applies `mixed_precision=` in the
+forward of models that it wraps. It takes a sharded model as it is on several ranks, so the model would compute in
+float32 without a word. Read `accelerate_private.py` first.
 """
 
-import sys
 from typing import Final, final
 
 import torch
 from torch import nn
 
+from zeroshard.accelerate_private import AUTOCAST, asked, warn_if_uncompiled
 from zeroshard.core.hooks import Eager
 from zeroshard.wire.mesh import Mesh
 
@@ -18,36 +18,35 @@ __all__ = ["RefuseUnapplied"]
 
 LOOKS: Final = 3
 """Number of forwards with gradients to check. User code may create its Accelerator after `zs.shard`."""
-_STATE: Final = "accelerate.state"
-_PREPARED: Final = "_original_forward"
-"""The attribute of a model whose forward Accelerate runs under autocast."""
 
 
 @final
 class RefuseUnapplied(Eager):
-    """Pre-hook of the first forwards of a float32 model: raises if Accelerate has a mixed precision without effect."""
+    """Pre-hook of a model's first forwards: raises if Accelerate has a mixed precision without effect.
 
-    def __init__(self, mesh: Mesh) -> None:
+    Args:
+        is_float32: whether the model computes in float32.
+    """
+
+    def __init__(self, mesh: Mesh, *, is_float32: bool) -> None:
         super().__init__()
-        self._mesh, self._left = mesh, LOOKS
+        self._mesh, self._is_float32, self._left = mesh, is_float32, LOOKS
+        self._is_first = True
 
     def _run(self, module: nn.Module, args: object) -> None:
-        if not self._left or not torch.is_grad_enabled():
+        if not self._left:
             return
-        self._left -= 1
-        asked = _asked_of_accelerate()
-        if asked == "no" or _PREPARED in module.__dict__ or torch.is_autocast_enabled(self._mesh.device.type):
+        if self._is_first and self._mesh.rank == 0 and self._mesh.world_size > 1:
+            warn_if_uncompiled(module)
+        self._is_first = False
+        self._left -= torch.is_grad_enabled()  # before training, each evaluation is checked
+        kind, precision = self._mesh.device.type, str(asked("_mixed_precision") or "no")
+        if precision == "no" or not self._is_float32 or AUTOCAST in vars(module) or torch.is_autocast_enabled(kind):
             return
-        precision = asked if asked == "fp16" else "bf16"
+        ours = precision if precision == "fp16" else "bf16"
         raise RuntimeError(
-            f"{self._mesh} Accelerate has mixed_precision={asked!r} (TrainingArguments({precision}=True) sets it, too) "
-            "but applies autocast only in models that it prepares, so this sharded model would train in float32. Write "
-            f"zs.shard(..., precision={precision!r}) and leave Accelerate's mixed_precision at 'no'; or call the model "
+            f"{self._mesh} Accelerate has mixed_precision={precision!r} (TrainingArguments({ours}=True) sets it, too) "
+            "but applies no autocast to a sharded model on several ranks, which would compute in float32. Write "
+            f"zs.shard(..., precision={ours!r}) and leave Accelerate's mixed_precision at 'no'; or call the model "
             "under `with accelerator.autocast():`."
         )
-
-
-def _asked_of_accelerate() -> str:
-    """Return the mixed precision of this process's Accelerator; "no" without one. Imports nothing."""
-    state = getattr(sys.modules.get(_STATE), "AcceleratorState", None)
-    return str(getattr(state, "_shared_state", {}).get("_mixed_precision") or "no")

@@ -104,8 +104,8 @@ def _hang(
         if engine.mesh.device.type == "cuda":
             # Elsewhere such a mode records nothing, and the forward has no hook for it.
             keep(part.register_forward_pre_hook(RefuseGraphs(), prepend=True))
-        if edge is None and has_fp32:
-            keep(part.register_forward_pre_hook(RefuseUnapplied(engine.mesh), prepend=True))
+        unapplied = RefuseUnapplied(engine.mesh, is_float32=edge is None and has_fp32)
+        keep(part.register_forward_pre_hook(unapplied, prepend=True))
     refuse_save, refuse_load, lend = RefuseSave(engine), RefuseLoad(engine), LendStorages()
     for module in model.modules():
         keep(module.register_state_dict_pre_hook(refuse_save))
@@ -248,11 +248,11 @@ class RefuseDDP(Hook):
 
     def __iter__(self) -> Iterator[str]:
         raise RuntimeError(
-            "DistributedDataParallel around a model of zs.shard() would reduce its gradients twice: remove it. With "
-            "Accelerate, prepare the optimizer and the data loader, but not the model: `optimizer, loader = "
-            "accelerator.prepare(optimizer, loader)`; with Fabric, `fabric.setup_optimizers(optimizer)` and "
-            "`fabric.setup_dataloaders(loader)`. The Trainer of Transformers wraps the model by itself wherever there "
-            "are several ranks or torchrun: it works on one process, without a launcher."
+            "DistributedDataParallel around a model of zs.shard() would reduce its gradients twice: remove it. "
+            "Accelerate from 1.14, and with it the Trainer of Transformers, takes the model as it is if a process "
+            "group existed at zs.shard(): create the Accelerator before. With an earlier release, prepare the "
+            "optimizer and the data loader, but not the model: `optimizer, loader = accelerator.prepare(optimizer, "
+            "loader)`; with Fabric, `fabric.setup_optimizers(optimizer)` and `fabric.setup_dataloaders(loader)`."
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:

@@ -30,13 +30,15 @@ from pathlib import Path
 from types import FrameType
 from typing import Final, Self, final
 
-__all__ = ["StopSignal", "follow_launcher", "is_first_rank", "joined_world_size", "launch_ranks"]
+__all__ = ["StopSignal", "follow_launcher", "is_first_rank", "joined_world_size", "launch_ranks", "name_launcher"]
 
 _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
 _LOOK_S: Final = 1.0
 _LOOPBACK: Final = "127.0.0.1"
 _LAUNCHER: Final = "ZEROSHARD_LAUNCHER"
 """Environment variable with the launcher's process id: the launcher may exit before its ranks read their parent."""
+_STARTED: Final = 19
+"""Place of the start time among the values of /proc/PID/stat after the name."""
 _RANK_MAIN: Final = """
 import os, signal
 for number in (signal.SIGINT, signal.SIGTERM):
@@ -56,6 +58,16 @@ def joined_world_size() -> int | None:
 def is_first_rank() -> bool:
     """Return whether this process is rank 0 or the only process."""
     return int(os.environ.get("RANK", "0")) == 0
+
+
+def name_launcher() -> str:
+    """Return which torchrun started this rank: the same text after a restart by it, and empty without torchrun."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return ""
+    # Another process may get the number later, also on a host or in a container of the same name.
+    process, boot = os.getppid(), Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    started = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[_STARTED]
+    return f"process {process} on {socket.gethostname()}, started {started} ticks after the boot {boot}"
 
 
 def follow_launcher() -> None:

@@ -32,6 +32,8 @@ from zeroshard.train.run import Run, check_files
 __all__ = ["Saver", "check_folder", "check_settings", "is_complete", "keep_export_files", "resume"]
 
 _FILE: Final = "config.toml"
+_LAUNCHER: Final = ".launcher"
+"""The launcher that began the run with `--fresh`."""
 _EXPORT: Final = "export"
 """The folder whose files `zeroshard checkpoint export` copies (docs/checkpoints.md)."""
 _EXTRA: Final = frozenset(["config", "data", "scheduler", "tally"])
@@ -39,24 +41,31 @@ _NAME: Final = re.compile(r"step-(\d{8,})")
 _CONTENTS: Final = ("sha256", "tokenizer_sha256", "train_tokens", "heldout_tokens")
 
 
-def check_folder(config: Config, *, is_fresh: bool = False) -> None:
+def check_folder(config: Config, *, is_fresh: bool = False, launcher: str = "") -> None:
     """Check, before ranks start, that this start may write to the folder of its run.
 
     Args:
-        is_fresh: whether the run must be new.
+        is_fresh: whether the run must be new, or one that this launcher has begun as a new one.
+        launcher: as `name_launcher` returns it. A launcher that restarts its ranks repeats the command, `--fresh`
+            included.
 
     Raises:
         ValueError: another process writes to the folder; the folder holds a run although `is_fresh`; or its run has
             other settings.
     """
-    if not config.folder.exists():
+    begins = is_fresh and bool(launcher)
+    if not config.folder.exists() and not begins:
         return
     with Lease(config.folder):
-        if is_fresh and (config.folder / _FILE).exists():
+        begun_by = config.folder / _LAUNCHER
+        is_own = begins and begun_by.is_file() and begun_by.read_text("utf-8") == launcher
+        if is_fresh and (config.folder / _FILE).exists() and not is_own:
             raise ValueError(
                 f"--fresh: {config.folder} holds a run, and runs are not overwritten; give another --name, or remove it"
             )
         check_settings(config)
+        if begins:
+            begun_by.write_text(launcher, "utf-8")
 
 
 def check_settings(config: Config) -> None:
