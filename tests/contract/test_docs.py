@@ -105,6 +105,7 @@ def test_a_cited_section_is_recognized() -> None:
     assert headings("# A\n\ntext\n## B c\n") == {"A", "B c"}
 
 
+@pytest.mark.timeout(600)  # a minute on a quiet core
 def test_pages_show_what_commands_print() -> None:
     """The blocks that `python -m tools.commands` writes."""
     tool = load_tool("commands")

@@ -23,6 +23,9 @@ from zeroshard.evidence.paper_data import Run
 from zeroshard.evidence.paper_runs import BUDGET_BYTES, DGX_2, film_of, model_of, outcome_of, software_part
 from zeroshard.evidence.paper_tables import Column, Table
 
+# The fixture plays all of the paper's runs: a minute on a quiet core, in each process that has a test of this file.
+pytestmark = pytest.mark.timeout(600)
+
 
 @pytest.fixture(scope="module")
 def found() -> Reproduction:
