@@ -71,10 +71,7 @@ def read(folder: str) -> dict[str, Any]:
     """Load into FSDP2; return whole tensors."""
     seed(4)
     model = Net()
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    shard_by_fsdp2(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     state = {"model": get_model_state_dict(model), "optim": get_optimizer_state_dict(model, optimizer)}
     groups = state["optim"].pop("param_groups")
@@ -88,6 +85,14 @@ def read(folder: str) -> dict[str, Any]:
         for parameter, of_one in optimizer.state.items()
     }
     return {"model": loaded, "states": states}
+
+
+def shard_by_fsdp2(model: Any) -> None:
+    """Shard each block of a model, and the rest, over all ranks."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
 
 
 def whole(value: Tensor) -> Tensor:

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import (
@@ -21,9 +20,6 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 
 import zeroshard as zs
 from tests.oracle import randn, seed
@@ -33,6 +29,7 @@ from zeroshard.testing import run_ranks
 
 from . import small
 from .rig import TIMEOUT_S
+from .test_dcp import shard_by_fsdp2, whole
 
 BEFORE, AFTER = 3, 3
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -83,10 +80,6 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> l
     return losses
 
 
-def whole(value: Tensor) -> Tensor:
-    return (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
-
-
 def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """Return whole parameters, buffers and states by name."""
     found = {name: whole(value) for name, value in model.state_dict().items()}
@@ -102,10 +95,7 @@ def write_fsdp2(folder: str, kind: str) -> tuple[dict[str, Tensor], list[float],
     """Train under FSDP2, save in three layouts, train on."""
     seed(3)
     model = Net()
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    shard_by_fsdp2(model)
     optimizer = OPTIMIZERS[kind](model)
     train(model, optimizer, range(BEFORE))
     states, optim = get_state_dict(model, optimizer)
@@ -277,7 +267,7 @@ def test_metadata_that_would_run_code_is_refused(tmp_path: Path, value: str) -> 
     values = {
         "runs": pickle.dumps([Runs(ran)]),
         "sets": pickle.dumps(SetsAttributes()),
-        # A class is no object whose attributes a pickle may set: here with the state (None, {"__init__": None}).
+        # A pickle may set attributes of objects, not of classes: this one sets "__init__" of a class to None.
         "class": b"ctorch.distributed.checkpoint.metadata\nChunkStorageMetadata\n(N}S'__init__'\nNst" + b"b.",
         "not metadata": pickle.dumps({"a": 1}),
         "no pickle": b"\x00\x01",
@@ -291,7 +281,7 @@ def test_metadata_that_would_run_code_is_refused(tmp_path: Path, value: str) -> 
 
 
 CHANGES: dict[str, Callable[[Metadata], object]] = {
-    "is no file of this folder": lambda m: [setattr(i, "relative_path", "../x") for i in m.storage_data.values()],
+    "is not a file of this folder": lambda m: [setattr(i, "relative_path", "../x") for i in m.storage_data.values()],
     "cannot be opened": lambda m: [setattr(i, "relative_path", "gone.distcp") for i in m.storage_data.values()],
     "ends at byte": lambda m: [setattr(i, "length", 10**9) for i in m.storage_data.values()],
     "lies nowhere": lambda m: [setattr(i, "offset", -1) for i in m.storage_data.values()],

@@ -6,20 +6,18 @@ first.
 
 import zlib
 from pathlib import Path
-from typing import Final, final
+from typing import final
 
 import torch
 
-from zeroshard.checkpoint.folders import check_index, files_of
+from zeroshard.checkpoint.folders import BIN, check_index, files_of
 from zeroshard.checkpoint.pickled import read_tensors
 from zeroshard.checkpoint.ranges import Spec
 from zeroshard.checkpoint.reader import Source
-from zeroshard.checkpoint.values import bytes_of, dtype_name
+from zeroshard.checkpoint.values import dtype_name, fill_from
 from zeroshard.table.errors import CheckpointError
 
 __all__ = ["BinFolder"]
-
-SINGLE: Final = "pytorch_model.bin"
 
 
 @final
@@ -35,16 +33,15 @@ class BinFolder(Source):
         self._tensors: dict[str, torch.Tensor] = {}
         specs: dict[str, Spec] = {}
         homes: dict[str, str] = {}
-        for file in files_of(folder, SINGLE):
+        for file in files_of(folder, BIN):
             for name, tensor in read_tensors(file).items():
                 if name in specs:
                     raise CheckpointError(f"{file}: '{name}' is also in another file of this folder.")
                 specs[name] = Spec("model", name, dtype_name(tensor.dtype, f"{file}: '{name}'"), (*tensor.shape,))
                 self._tensors[name], homes[name] = tensor, file.name
-        check_index(folder, SINGLE, homes)
+        check_index(folder, BIN, homes)
         super().__init__(folder, specs, None, zlib.crc32(repr(sorted(specs.items())).encode()))
 
     def fill(self, name: str, start: int, buffer: memoryview) -> None:
         """Fill `buffer` with elements of a tensor; see `Source`."""
-        values = self._tensors[name].reshape(-1)
-        buffer[:] = bytes_of(values[start : start + len(buffer) // values.itemsize])
+        fill_from(self._tensors[name], start, buffer)

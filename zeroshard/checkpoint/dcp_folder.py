@@ -21,17 +21,16 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorSt
 from torch.distributed.checkpoint.planner import ReadItem
 
 from zeroshard.checkpoint import files
-from zeroshard.checkpoint.dcp_layout import NAMES, Entry, Layout, OptimizerKeys, layout_of
+from zeroshard.checkpoint.dcp_layout import METADATA, NAMES, Entry, Layout, OptimizerKeys, layout_of
 from zeroshard.checkpoint.manifest import join_state
 from zeroshard.checkpoint.pickled import read_dcp_metadata, read_value
 from zeroshard.checkpoint.ranges import Spec
 from zeroshard.checkpoint.reader import Source, opened
-from zeroshard.checkpoint.values import bytes_of, dtype_name
+from zeroshard.checkpoint.values import dtype_name, fill_from
 from zeroshard.table.errors import CheckpointError
 
-__all__ = ["DcpFolder", "METADATA"]
+__all__ = ["DcpFolder"]
 
-METADATA: Final = ".metadata"
 PAIRS: Final = 1 << 22
 """Pairs of a tensor's parts that are compared at a time."""
 
@@ -99,8 +98,7 @@ class DcpFolder(Source):
         if self._held is None or self._held[0] != name:
             self._held = None  # one at a time
             self._held = name, self._reader.load([self._keys[name]])[self._keys[name]]
-        values = self._held[1].reshape(-1)
-        buffer[:] = bytes_of(values[start : start + len(buffer) // values.itemsize])
+        fill_from(self._held[1], start, buffer)
 
     @cached_property
     def optimizers(self) -> list[dict[str, Any]]:
@@ -172,6 +170,8 @@ class _Reader(FileSystemReader):
     def __init__(self, folder: Path, metadata: Metadata) -> None:
         super().__init__(folder)
         self.folder, self.metadata = folder, metadata
+        self._covered = set[str]()
+        """Tensors whose parts were compared: each is described, and read later."""
         self._check_files()
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
@@ -194,7 +194,9 @@ class _Reader(FileSystemReader):
         described = self.metadata.state_dict_metadata[key]
         if not isinstance(described, TensorStorageMetadata):
             raise CheckpointError(f"{self.folder}: '{key}' is no tensor.")
-        _check_cover(described, f"{self.folder}: '{key}'")
+        if key not in self._covered:
+            _check_cover(described, f"{self.folder}: '{key}'")
+            self._covered.add(key)
         return described
 
     def load(self, keys: Iterable[str]) -> dict[str, Any]:
@@ -233,7 +235,7 @@ class _Reader(FileSystemReader):
                 raise CheckpointError(f"{self.folder / METADATA}: '{index.fqn}' lies nowhere.")
             if name not in sizes:
                 if "/" in name or "\\" in name or name.startswith("."):
-                    raise CheckpointError(f"{self.folder / METADATA}: {name[:200]!r} is no file of this folder.")
+                    raise CheckpointError(f"{self.folder / METADATA}: {name[:200]!r} is not a file of this folder.")
                 files.refuse_link(self.folder / name)
                 with opened(self.folder / name) as descriptor:
                     sizes[name] = files.size_of(descriptor)

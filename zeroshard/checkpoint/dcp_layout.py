@@ -16,8 +16,10 @@ from typing import Any, Final
 
 from zeroshard.table.errors import CheckpointError
 
-__all__ = ["Entry", "Layout", "NAMES", "OptimizerKeys", "layout_of"]
+__all__ = ["Entry", "Layout", "METADATA", "NAMES", "OptimizerKeys", "layout_of"]
 
+METADATA: Final = ".metadata"
+"""The file that makes a folder one of torch.distributed.checkpoint."""
 NAMES: Final = (
     "Save the optimizer by torch.distributed.checkpoint.state_dict.get_optimizer_state_dict, or import the model alone "
     "(--only-model)."
@@ -122,7 +124,7 @@ def _add(keys: OptimizerKeys, one: Entry, way: Way, where: str) -> None:
     elif len(way) == 3 and isinstance(way[1], str):
         keys.states[way[1]][str(way[2])] = one.key
     else:
-        raise CheckpointError(f"{where}: '{one.key}' is no state of a parameter. {NAMES}")
+        raise CheckpointError(f"{where}: '{one.key}' is not the state of a parameter. {NAMES}")
 
 
 def _model_of(models: Mapping[Way, Mapping[str, Entry]], wanted: set[str], where: str, asked: str | None) -> Way:

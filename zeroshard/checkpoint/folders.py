@@ -25,11 +25,12 @@ from zeroshard.checkpoint.verify import verify
 from zeroshard.checkpoint.writer import FileWriter, write_file
 from zeroshard.table.errors import CheckpointError
 
-__all__ = ["FolderReader", "check_index", "copy_rows", "export", "files_of", "is_tensor_folder"]
+__all__ = ["BIN", "FolderReader", "INDEX_END", "check_index", "copy_rows", "export", "files_of", "is_tensor_folder"]
 
 SINGLE = "model.safetensors"
 INDEX_END = ".index.json"
 INDEX = f"{SINGLE}{INDEX_END}"
+BIN = "pytorch_model.bin"
 CONFIG = "config.json"
 BESIDE = "export"
 """The folder beside a checkpoint whose files exports copy; docs/checkpoints.md has its name."""

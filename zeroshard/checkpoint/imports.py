@@ -10,7 +10,8 @@ from typing import Any, Final
 
 from zeroshard.checkpoint import files, strict
 from zeroshard.checkpoint.attempt import new_folder
-from zeroshard.checkpoint.folders import FolderReader, copy_rows
+from zeroshard.checkpoint.dcp_layout import METADATA
+from zeroshard.checkpoint.folders import BIN, INDEX_END, FolderReader, copy_rows
 from zeroshard.checkpoint.index import serialize
 from zeroshard.checkpoint.manifest import EXTRA, Manifest, spread
 from zeroshard.checkpoint.ranges import Spec, arrange, make_header
@@ -21,9 +22,7 @@ from zeroshard.table.errors import CheckpointError
 
 __all__ = ["described", "import_checkpoint"]
 
-BIN: Final = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 TORCH_ENDS: Final = (".bin", ".pt", ".pth")
-DCP: Final = ".metadata"
 
 
 def import_checkpoint(
@@ -57,7 +56,7 @@ def import_checkpoint(
         CheckpointError: the source is invalid, damaged or would run code, or the target exists.
     """
     path = Path(source)
-    if (path / DCP).exists():
+    if (path / METADATA).exists():
         from zeroshard.checkpoint.dcp_folder import DcpFolder
         from zeroshard.checkpoint.described import pack
 
@@ -71,14 +70,14 @@ def import_checkpoint(
     if model is not None or optimizer is not None or only_model:
         raise CheckpointError(
             f"{path}: --model, --optimizer and --only-model are for folders of torch.distributed.checkpoint, which "
-            f"have a file {DCP}; this has none."
+            f"have a file {METADATA}; this has none."
         )
     reader = _reader_of(path)
     return _write(reader, list(reader.specs.values()), [], Path(target), step or 0)
 
 
 def _reader_of(path: Path) -> Source:
-    if path.suffix in TORCH_ENDS or any((path / name).exists() for name in BIN):
+    if path.suffix in TORCH_ENDS or any((path / name).exists() for name in (BIN, f"{BIN}{INDEX_END}")):
         from zeroshard.checkpoint.bin_folder import BinFolder
 
         return BinFolder(path)

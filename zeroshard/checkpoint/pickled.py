@@ -144,7 +144,7 @@ class _StandIn:
     """An object of a name in a pickle; attributes are set by a mapping or a tuple, never one by one."""
 
     def __init__(self, *args: Any) -> None:
-        self._args = args
+        """Take what the real name takes."""
 
     def __setstate__(self, state: Any) -> None:
         is_slots = isinstance(state, tuple) and len(state) == 2 and isinstance(state[1], dict)

@@ -15,7 +15,17 @@ import torch
 
 from zeroshard.table.errors import CheckpointError
 
-__all__ = ["PIECE_NUMEL", "bytes_of", "check_key", "decode", "dtype_name", "dtype_of", "encode", "tensor_of"]
+__all__ = [
+    "PIECE_NUMEL",
+    "bytes_of",
+    "check_key",
+    "decode",
+    "dtype_name",
+    "dtype_of",
+    "encode",
+    "fill_from",
+    "tensor_of",
+]
 
 Tensor = torch.Tensor
 
@@ -72,6 +82,12 @@ def bytes_of(tensor: Tensor) -> memoryview:
     if not flat.numel():
         return memoryview(b"")
     return flat.view(torch.uint8).numpy().data.cast("B")
+
+
+def fill_from(values: Tensor, start: int, buffer: memoryview) -> None:
+    """Fill `buffer` with elements of a whole tensor from `start` on, row by row."""
+    flat = values.reshape(-1)
+    buffer[:] = bytes_of(flat[start : start + len(buffer) // flat.itemsize])
 
 
 def tensor_of(data: bytearray, dtype: str) -> Tensor:

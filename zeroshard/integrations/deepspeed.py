@@ -163,7 +163,7 @@ def _flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
         if is_section and isinstance(value, Mapping):
             yield from _flat(value, f"{key}.")
         else:
-            yield key, value  # a section that is no mapping is unknown by its name
+            yield key, value  # a section without keys is not known by its name
 
 
 def _is_off(value: Any) -> bool:
