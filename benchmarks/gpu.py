@@ -3,14 +3,14 @@
     python -m benchmarks.gpu --output benchmarks/results/gpu.json   # CUDA; some minutes on one H100
     python -m benchmarks.gpu --device cpu --output gpu.json         # the script itself, with tiny sizes
 
-Owns what is compared on a GPU, and its result file. **It has not been run on a GPU yet**: it was written where there is
-none, and a test runs it on the CPU. Read `SECTIONS` first, then `measure_section`.
+Owns what is compared on a GPU, and its result file. A test runs it on the CPU. Read `SECTIONS`
+first, then `measure_section`.
 
 Note: emulated ranks
     NCCL refuses several ranks on one GPU. Here one process plays rank 0 of many: shards have the size that they would
-    have, all copies, casts and launches happen, and nothing travels. Both libraries run on torch's fake backend, which
-    gives a rank copies of its own shard for the others'; zeroshard with its own code for NCCL. Step times show what
-    host and GPU have to do besides waiting for messages; losses mean nothing.
+    have, all copies, casts and launches happen, and nothing travels. Both libraries run on `tools/one_of_many.py`,
+    whose collectives move the memory of the device on a stream of their own; zeroshard with its own code for NCCL.
+    Step times show what host and GPU have to do besides waiting for messages; losses mean nothing.
 Note: memory alone, time together
     Each entrant first makes its steps alone, and the allocator's peaks are read. Then all entrants of a section are
     built, and make steps in turn, so that a GPU that changes its clock changes it for all.
@@ -22,6 +22,7 @@ import gc
 import json
 import sys
 import time
+import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -37,6 +38,7 @@ import zeroshard as zs
 from benchmarks.cases import CASES, Block, make_batch, make_model
 from benchmarks.machine import circumstances, write_result
 from benchmarks.report import aligned, gpu_table, optimizer_table
+from tools.one_of_many import one_of_many
 from zeroshard.handle import shard_over
 from zeroshard.setup.request import Request
 from zeroshard.table.trace import Ledger
@@ -47,7 +49,9 @@ from zeroshard.wire.transports import make_comm
 __all__ = ["SECTIONS", "Entrant", "main"]
 
 LOSS_TOLERANCE: Final = 1e-2
-"""By how much, of the first entrant's loss, another's may differ at one rank: bf16 has 8 bits."""
+"""By how much, of the first entrant's loss, another's may differ at one rank: bf16 has 8 bits. More is marked."""
+COMPARED_STEPS: Final = 5
+"""Recorded steps in which losses are compared. Atomic sums of kernels part even two runs of one entrant later."""
 
 
 @final
@@ -124,6 +128,9 @@ SECTIONS: Final = (
 )
 
 
+OPTIMIZER: Final = "optimizer step, fp32 masters"
+
+
 @final
 @dataclass(frozen=True)
 class Sizes:
@@ -189,19 +196,20 @@ def build(entrant: Entrant, ranks: int, sizes: Sizes) -> Running:
         precision = "bf16" if entrant.has_masters else "fp32"  # the latter leaves a bf16 model as it is
         how = entrant.activations or None
         asked = Request(model, optimizer, stage=entrant.stage, activations=how, precision=precision)
-        shard_over(asked, zs.Mesh(0, ranks, 0, torch.device(sizes.device)), _emulated if ranks > 1 else make_comm)
+        where = torch.device("cuda", 0) if sizes.device == "cuda" else torch.device(sizes.device)
+        shard_over(asked, zs.Mesh(0, ranks, 0, where), _emulated if ranks > 1 else make_comm)
     return Running(model, optimizer)
 
 
 def _emulated(mesh: zs.Mesh, settings: zs.Settings, ledger: Ledger) -> NcclComm:
-    return NcclComm(Nobody(mesh), ledger, settings.wire_bytes)  # type: ignore[arg-type]
+    return NcclComm(Nobody(mesh, one_of_many()), ledger)  # type: ignore[arg-type]
 
 
 def _fully_shard(model: nn.Module, blocks: Sequence[nn.Module], stage: int, device: str) -> None:
-    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    mesh = init_device_mesh(device, (dist.get_world_size(),))
+    mesh = DeviceMesh.from_group(one_of_many(), device)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for module in (*blocks, model):
         fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=stage > 2)
@@ -219,12 +227,15 @@ class Nobody:
 
     watchdog = None
 
-    def __init__(self, mesh: zs.Mesh) -> None:
+    def __init__(self, mesh: zs.Mesh, group: dist.ProcessGroup | None = None) -> None:
         self.mesh = mesh
+        self._group = group
         self.groups = defaultdict[str, Any](lambda: dist.group.WORLD)
 
     def new_group(self, name: str, backend: str, *axes: str) -> None:
-        """Use the fake process group, which gives each rank copies of what this one has."""
+        """Use the fake process group, which gives each rank copies of what this one has, or the device's group."""
+        if self._group is not None and backend == "nccl":
+            self.groups[name] = self._group
 
     def is_on_device(self, tensor: Tensor) -> bool:
         """Say yes: the fake process group takes all tensors."""
@@ -252,8 +263,7 @@ class Nobody:
 def measure_section(section: Section, sizes: Sizes) -> dict[str, Any]:
     """Return what each entrant of a section needed, by name: a time and a loss for each step, and peaks of memory.
 
-    Raises:
-        RuntimeError: at one rank, an entrant whose losses differ, so that it trains something else.
+    At one rank, an entrant whose losses differ trains something else: it `deviates`.
     """
     if section.case and sizes.device == "cuda":
         sizes = replace(sizes, case=section.case, samples=1)
@@ -269,7 +279,7 @@ def measure_section(section: Section, sizes: Sizes) -> dict[str, Any]:
             _free(sizes.device)
     first = section.entrants[0].name
     if section.ranks == 1:
-        _check_losses(section.title, found, first)
+        _compare_losses(found, first)
     return {"section": section.title, "ranks": section.ranks, "first": first, "entrants": found}
 
 
@@ -303,6 +313,43 @@ def _measure_time(entrants: Sequence[Entrant], ranks: int, sizes: Sizes) -> dict
                 series[name]["wall_s"].append(wall_s)
                 series[name]["loss"].append(float(loss))
     return series
+
+
+def add_plans(result: dict[str, Any]) -> None:
+    """Put beside each entrant of zeroshard what a plan for the device says, which needs no device."""
+    device = zs.device_for("h200" if "H200" in result["machine"].get("gpu", "") else "h100-80")
+    for section in SECTIONS:
+        of_title = (one["entrants"] for one in result["sections"] if one["section"] == section.title)
+        for found in of_title:
+            for entrant in section.entrants:
+                if entrant.library == "zeroshard" and entrant.name in found:
+                    found[entrant.name]["planned"] = plan_of(entrant, section, SIZES["cuda"], device)
+
+
+def plan_of(entrant: Entrant, section: Section, sizes: Sizes, device: zs.Device) -> dict[str, float]:
+    """Return what the plan says of an entrant; compiled models are planned as eager ones."""
+    if section.case:
+        sizes = replace(sizes, case=section.case, samples=1)
+    with torch.device("meta"):
+        model = make_model(CASES[sizes.case])
+    if not entrant.has_masters:
+        model.to(torch.bfloat16)
+    plan = zs.plan(
+        model,
+        world_size=section.ranks,
+        device=device,
+        stage=entrant.stage,
+        precision="bf16" if entrant.has_masters else "fp32",
+        activations=entrant.activations or None,
+        fused=True,
+        inputs=[make_batch(CASES[sizes.case], sizes.samples, 0, 0)],
+    )
+    return {
+        "allocated_bytes": plan.allocated_bytes,
+        "reserved_bytes": plan.reserved_bytes,
+        "step_s": plan.step_s,
+        "exposed_s": plan.film.exposed_s,
+    }
 
 
 def measure_optimizer(sizes: Sizes) -> dict[str, Any]:
@@ -358,16 +405,13 @@ def _free(device: str) -> None:
         torch.cuda.empty_cache()
 
 
-def _check_losses(title: str, found: dict[str, Any], first: str) -> None:
+def _compare_losses(found: dict[str, Any], first: str) -> None:
     expected = found[first]["loss"]
-    for name, one in found.items():
-        worst = max(abs(mine - theirs) / abs(theirs) for mine, theirs in zip(one["loss"], expected, strict=True))
+    for one in found.values():
+        pairs = zip(one["loss"][:COMPARED_STEPS], expected[:COMPARED_STEPS], strict=True)
+        worst = max(abs(mine - theirs) / abs(theirs) for mine, theirs in pairs)
         one["loss_deviation"] = float(f"{worst:.2g}")
-        if not worst <= LOSS_TOLERANCE:
-            raise RuntimeError(
-                f"{title}: {name} did not train as {first}; its losses differ by up to {worst:.2g} of them, "
-                f"expected {LOSS_TOLERANCE:g} at most. Its times cannot be compared."
-            )
+        one["deviates"] = not worst <= LOSS_TOLERANCE
 
 
 # -- command line ----------------------------------------------------------------------------------------------------
@@ -382,24 +426,42 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--output", type=Path, required=True, help="the result file, written after each section")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no section after so long")
     parser.add_argument("--resume", action="store_true", help="keep the sections of the result file")
+    parser.add_argument("--steps", type=int, help="recorded steps")
+    parser.add_argument("--plan", action="store_true", help="measure nothing: add plans to the result file")
     options = parser.parse_args(arguments)
+    if options.plan:
+        result = json.loads(options.output.read_text())
+        add_plans(result)
+        for section in result["sections"]:
+            _show(gpu_table(section), section["section"])
+        write_result(options.output, result)
+        return
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("no CUDA device here; --device cpu runs the script itself, with tiny sizes")
     sizes = SIZES[options.device]
+    sizes = replace(sizes, steps=options.steps or sizes.steps)
     result: dict[str, Any] = {"sizes": asdict(sizes), **_circumstances(options.device), "sections": []}
     if options.resume and options.output.exists():
-        result = {**json.loads(options.output.read_text()), **_circumstances(options.device)}
+        result = {**json.loads(options.output.read_text()), **_circumstances(options.device), "failed": {}}
     done, end_s = {one["section"] for one in result["sections"]}, time.monotonic() + 60 * options.minutes
     for section in [section for section in SECTIONS if options.only in section.title and section.title not in done]:
         if time.monotonic() > end_s:
             print("sections are left: the same command with --resume goes on", flush=True)
             return
-        result["sections"].append(measure_section(section, sizes))
+        try:
+            result["sections"].append(measure_section(section, sizes))
+        except Exception as error:
+            # The other sections are measured all the same: time on the device is what there is least of.
+            traceback.print_exc()
+            result.setdefault("failed", {})[section.title] = f"{type(error).__name__}: {error}"
+            write_result(options.output, result)
+            _free(sizes.device)
+            continue
         _show(gpu_table(result["sections"][-1]), section.title)
         write_result(options.output, result)
-    if "optimizer" not in result and time.monotonic() <= end_s:
+    if "optimizer" not in result and options.only in OPTIMIZER and time.monotonic() <= end_s:
         result["optimizer"] = measure_optimizer(sizes)
-        _show(optimizer_table(result["optimizer"]), "optimizer step, fp32 masters")
+        _show(optimizer_table(result["optimizer"]), OPTIMIZER)
         write_result(options.output, result)
 
 

@@ -3,8 +3,8 @@
     python -m benchmarks.gpu_offload --output benchmarks/results/gpu_offload.json   # CUDA, and much host memory
     python -m benchmarks.gpu_offload --device cpu --output gpu_offload.json         # the script itself, tiny
 
-Owns who takes part, at which sizes, and the result file. **It has not been run on a GPU yet**: it was written where
-there is none, and a test runs it on the CPU. Read `ENTRANTS` first, then `main`.
+Owns who takes part, at which sizes, and the result file. A test runs it on the CPU. Read `ENTRANTS` first, then
+`main`.
 
 Note: one process each
     An entrant trains each size in a process of its own, from the largest size on, until it holds one: memory that does
@@ -17,13 +17,14 @@ Note: what is the same
 
 import argparse
 import json
+import os
 import resource
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, final
@@ -129,6 +130,7 @@ def _fsdp2(sizes: Sizes, depth: int) -> Step:
 def _deepspeed(sizes: Sizes, depth: int) -> Step:
     import deepspeed
 
+    os.environ.setdefault("LOCAL_RANK", "0")
     torch.manual_seed(0)
     model = GPT(sizes.config(depth))
     _recompute(model)
@@ -152,9 +154,13 @@ def _deepspeed(sizes: Sizes, depth: int) -> Step:
     return step
 
 
+OFFLOADS: Final[dict[str, OffloadLike]] = {
+    "states": zs.Offload(states=1.0, gradients=0.0),
+    "states and gradients": "host",
+    "states and parameters": zs.Offload(parameters=1.0),
+}
 ENTRANTS: Final[dict[str, Callable[[Sizes, int], Step]]] = {
-    "zeroshard, states": partial(_zeroshard, offload="host"),
-    "zeroshard, states and parameters": partial(_zeroshard, offload=zs.Offload(parameters=1.0)),
+    **{f"zeroshard, {place}": partial(_zeroshard, offload=offload) for place, offload in OFFLOADS.items()},
     "DeepSpeed ZeRO-Offload": _deepspeed,
     "FSDP2 CPUOffloadPolicy": _fsdp2,
 }
@@ -276,24 +282,29 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--device", choices=list(SIZES), default="cuda")
     parser.add_argument("--entrant", choices=list(ENTRANTS), action="append", help="one of them; all by default")
     parser.add_argument("--depth", type=int, help="train here, with the entrant, and print what was found")
+    parser.add_argument("--depths", type=int, nargs="+", help="sizes, largest first")
     parser.add_argument("--output", type=Path, help="the result file")
     parser.add_argument("--minutes", type=float, default=30.0, help="for one entrant and size")
+    parser.add_argument("--plan", action="store_true", help="measure nothing: add plans to the result file")
     options = parser.parse_args(arguments)
-    if options.device == "cuda" and not torch.cuda.is_available():
+    if options.device == "cuda" and not torch.cuda.is_available() and not options.plan:
         parser.error("no CUDA device here; --device cpu runs the script itself, with tiny sizes")
     sizes, entrants = SIZES[options.device], options.entrant or list(ENTRANTS)
+    sizes = replace(sizes, depths=tuple(options.depths or sizes.depths))
     if options.depth is not None:
         print(json.dumps(train(entrants[0], sizes, options.depth)))
         return
     if options.output is None:
         parser.error("--output is the result file")
+    if options.plan:
+        result = json.loads(options.output.read_text())
+        device = zs.device_for("h100-80") if options.device == "cuda" else zs.host_device()
+        for row in result["rows"]:
+            if (place := row["entrant"].removeprefix("zeroshard, ")) in OFFLOADS:
+                row["planned"] = plan_of(sizes, row["depth"], OFFLOADS[place], device)
+        write_result(options.output, result)
+        return
     result = measure(sizes, entrants, options.output, options.minutes)
-    device = zs.device_for("h100-80") if options.device == "cuda" else zs.host_device()
-    result["planned"] = {
-        place: plan_of(sizes, sizes.depths[0], offload, device)
-        for place, offload in (("states", "host"), ("states and parameters", zs.Offload(parameters=1.0)))
-    }
-    write_result(options.output, result)
     print(json.dumps(result["compared"]))
 
 

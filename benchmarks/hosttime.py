@@ -155,7 +155,7 @@ def build(contestant: Contestant, blocks: int, *, clips: bool) -> Running:
     if contestant.library == "zeroshard":
 
         def make(mesh: zs.Mesh, settings: zs.Settings, ledger: Ledger) -> NcclComm:
-            made.append(NcclComm(Nobody(mesh), ledger, settings.wire_bytes))  # type: ignore[arg-type]
+            made.append(NcclComm(Nobody(mesh), ledger))  # type: ignore[arg-type]
             return made[0]
 
         asked = Request(

@@ -260,20 +260,24 @@ def gpu_table(section: Mapping[str, Any]) -> list[str]:
     first = section["first"]
     base = section["entrants"][first]
     lines = [
-        f"| | step, ms (MAD) | to {first} (95%) | allocated, MB | to {first} | reserved/allocated |",
-        "|---|--:|--:|--:|--:|--:|",
+        f"| | step, ms (MAD) | to {first} (95%) | plan | allocated, MB | to {first} | plan | reserved/allocated |",
+        "|---|--:|--:|--:|--:|--:|--:|--:|",
     ]
     for name, one in section["entrants"].items():
         step = f"{median(one['wall_s']) * 1e3:.1f} ({median_deviation(one['wall_s']) * 1e3:.1f})"
+        name += " (other losses)" * one.get("deviates", False)
         cells = [name, step, show(ratio_of_medians(one["wall_s"], base["wall_s"]))]
+        planned = one.get("planned")
+        cells.append(f"{planned['step_s'] * 1e3:.1f}" if planned else "")
         if one["allocated_bytes"]:
             cells += [
                 f"{one['allocated_bytes'] / _MB:,.0f}",
                 f"{one['allocated_bytes'] / base['allocated_bytes']:.3f}",
+                f"{planned['allocated_bytes'] / _MB:,.0f}" if planned else "",
                 f"{one['reserved_bytes'] / one['allocated_bytes']:.3f}",
             ]
         else:
-            cells += ["", "", ""]
+            cells += ["", "", "", ""]
         lines.append(f"| {' | '.join(cells)} |")
     return lines
 

@@ -43,7 +43,7 @@ from zeroshard.wire.links import PART, Links
 from zeroshard.wire.mesh import Mesh
 from zeroshard.wire.nccl import NcclComm
 
-__all__ = ["POISON", "Device", "EmulatedLinks", "emulated_comm", "gpu"]
+__all__ = ["POISON", "Begin", "Device", "EmulatedGroup", "EmulatedLinks", "emulated_comm", "gpu"]
 
 POISON: Final = 0xFF
 """Each byte of what no collective has filled yet: NaN in every floating-point dtype, and -1."""
@@ -191,6 +191,20 @@ class Device:
         while not work.is_done:
             stream.popleft().land()
 
+    def new_stream(self) -> str:
+        """Return the name of a stream for one more communicator."""
+        name = f"communicator {len(self._streams)}"
+        self._streams[name] = deque()
+        return name
+
+    def communicator(self, store: Any, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
+        """Return a communicator of the device."""
+        return EmulatedGroup(store, rank, size, timeout, self)
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Tell whether a tensor is the device's. Bytes are those of texts, which the host has."""
+        return tensor.dtype != torch.uint8
+
     def mark(self) -> Callable[[], bool]:
         """Mark the compute stream: it is past the mark when all that it was told to wait for has ended."""
         waited = [work for stream in self._streams.values() for work in stream if work.is_waited]
@@ -216,60 +230,86 @@ class Device:
         return self.defects + never
 
 
-class EmulatedGroup(dist.ProcessGroup):  # type: ignore[misc]
-    """A communicator: what torch.distributed calls of a process group, by the names of all releases."""
+Begin = Callable[[Tensor], tuple[Any, Callable[[], Tensor]]]
+"""Has gloo begin with what is given; returns its work, and what gives the result after it."""
 
-    def __init__(self, store: Any, rank: int, size: int, timeout: timedelta, device: Device) -> None:
+
+class EmulatedGroup(dist.ProcessGroup):  # type: ignore[misc]
+    """A communicator: what torch.distributed calls of a process group, by the names of all releases.
+
+    Args:
+        device: what `EmulatedLinks` has.
+    """
+
+    def __init__(self, store: Any, rank: int, size: int, timeout: timedelta, device: Any) -> None:
         super().__init__(rank, size)
         self._rank, self._size, self._device = rank, size, device
         self._beneath = dist.ProcessGroupGloo(store, rank, size, timeout)
-        self._name = f"communicator {len(device._streams)}"
-        device._streams[self._name] = deque()
+        self._name = device.new_stream()
 
-    def _issue(self, what: str, given: Tensor, result: Tensor, finish: Callable[[Tensor], Tensor]) -> Work:
-        copied = given.detach().clone().view(-1).view(torch.uint8)
-        rows = torch.empty(self._size, copied.numel(), dtype=torch.uint8)
-        beneath = self._beneath.allgather([[*rows]], [copied])
-        name = f"{what} of {given.numel()} {given.dtype} on {self._name}"
-        typed = rows.view(given.dtype)
-        return self._device.issue(self._name, Work(self._device, name, given, result, beneath, lambda: finish(typed)))
+    def _rows(self, finish: Callable[[Tensor], Tensor]) -> Begin:
+        """Have every rank's tensor brought, a row each; `finish` makes the result of them."""
+
+        def begin(given: Tensor) -> tuple[Any, Callable[[], Tensor]]:
+            raw = given.reshape(-1).view(torch.uint8)
+            rows = torch.empty(self._size, raw.numel(), dtype=torch.uint8)
+            return self._beneath.allgather([[*rows]], [raw]), lambda: finish(rows.view(given.dtype))
+
+        return begin
+
+    def _issue(self, what: str, given: Tensor, result: Tensor, begin: Begin) -> Any:
+        return self._device.issue(
+            self._name, Work(self._device, self._named(what, given), given, result, *begin(given.detach().clone()))
+        )
+
+    def _named(self, what: str, given: Tensor) -> str:
+        return f"{what} of {given.numel()} {given.dtype} on {self._name}"
 
     def all_gather_single(self, output: Tensor, given: Tensor, opts: Any = None) -> Work:
-        return self._issue("all-gather", given, output, lambda rows: rows)
+        """Gather a row of each rank."""
+        return self._issue("all-gather", given, output, self._rows(lambda rows: rows))
 
     def reduce_scatter_single(self, output: Tensor, given: Tensor, opts: Any = None) -> Work:
+        """Leave this rank's row of the sum."""
         operation = _operation_of(opts.reduceOp, self._size)
         return self._issue(
             "reduce-scatter",
             given,
             output,
-            lambda rows: _sum(rows.view(self._size, self._size, -1)[:, self._rank], operation),
+            self._rows(lambda rows: _sum(rows.view(self._size, self._size, -1)[:, self._rank], operation)),
         )
 
     _allgather_base, _reduce_scatter_base = all_gather_single, reduce_scatter_single
 
     def alltoall_base(self, output: Tensor, given: Tensor, to: list[int], of: list[int], opts: Any = None) -> Work:
-        result = torch.empty_like(output)
-        beneath = self._beneath.alltoall_base(result, given.detach().clone(), to, of)
-        name = f"all-to-all of {given.numel()} {given.dtype} on {self._name}"
-        return self._device.issue(self._name, Work(self._device, name, given, output, beneath, lambda: result))
+        """Send a part to each rank."""
+
+        def begin(sent: Tensor) -> tuple[Any, Callable[[], Tensor]]:
+            heard = torch.empty_like(output, device="cpu")
+            return self._beneath.alltoall_base(heard, sent, to, of), lambda: heard
+
+        return self._issue("all-to-all", given, output, begin)
 
     all_to_all_single = alltoall_base
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Work:
+        """Leave the sum."""
         operation = _operation_of(opts.reduceOp, self._size)
-        return self._issue("all-reduce", tensors[0], tensors[0], lambda rows: _sum(rows, operation))
+        return self._issue("all-reduce", tensors[0], tensors[0], self._rows(lambda rows: _sum(rows, operation)))
 
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> Work:
-        return self._issue("broadcast", tensors[0], tensors[0], lambda rows: rows[opts.rootRank])
+        """Leave what the root has."""
+        return self._issue("broadcast", tensors[0], tensors[0], self._rows(lambda rows: rows[opts.rootRank]))
 
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Work:
+        """Gather into the rows of one tensor."""
         first = outputs[0][0]
         whole = torch.as_strided(first, (self._size, inputs[0].numel()), (inputs[0].numel(), 1), first.storage_offset())
         assert [one.data_ptr() for one in outputs[0]] == [row.data_ptr() for row in whole], "rows of one tensor"
-        return self._issue("all-gather", inputs[0], whole, lambda rows: rows)
+        return self._issue("all-gather", inputs[0], whole, self._rows(lambda rows: rows))
 
     def getBackendName(self) -> str:  # noqa: N802
+        """Return the name of the backend."""
         return BACKEND
 
 
@@ -307,15 +347,14 @@ class EmulatedLinks(Links):  # type: ignore[misc]
     """Process groups of an emulated device for whoever asks for NCCL's.
 
     Args:
+        device: a `Device`, or a `SharedDevice` of `shared_gpu.py`.
         has_all: all tensors but bytes count as the device's; else none does, as they lie.
     """
 
-    def __init__(
-        self, mesh: Mesh, watchdog_s: float, heartbeat_s: float, device: Device, *, has_all: bool = True
-    ) -> None:
+    def __init__(self, mesh: Mesh, watchdog_s: float, heartbeat_s: float, device: Any, *, has_all: bool = True) -> None:
         self.device, self._has_all = device, has_all
         if BACKEND.upper() not in dist.Backend.backend_list and BACKEND not in dist.Backend.backend_list:
-            dist.Backend.register_backend(BACKEND, _make_group, devices=["cpu"])
+            dist.Backend.register_backend(BACKEND, _make_group, devices=["cpu", "cuda"])
         super().__init__(mesh, watchdog_s, heartbeat_s)
         device.watchdog = self.watchdog
 
@@ -328,8 +367,8 @@ class EmulatedLinks(Links):  # type: ignore[misc]
             self.watchdog.record = self.device.mark
 
     def is_on_device(self, tensor: Tensor) -> bool:
-        """Tell whether a tensor is the device's. Bytes are those of texts, which the host has."""
-        return self._has_all and tensor.dtype != torch.uint8
+        """Tell whether a tensor is the device's."""
+        return self._has_all and self.device.holds(tensor)
 
     def wait_on_stream(self, work: Any, what: str, *, is_last: bool = False) -> None:
         """Wait as for any device, and know what for."""
@@ -337,13 +376,13 @@ class EmulatedLinks(Links):  # type: ignore[misc]
         super().wait_on_stream(work, what, is_last=is_last)
 
 
-_MAKING: Device | None = None
+_MAKING: Any = None
 """The device that process groups are made for; torch hands its makers nothing."""
 
 
-def _make_group(store: Any, rank: int, size: int, timeout: timedelta) -> EmulatedGroup:
+def _make_group(store: Any, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
     assert _MAKING is not None
-    return EmulatedGroup(store, rank, size, timeout, _MAKING)
+    return _MAKING.communicator(store, rank, size, timeout)
 
 
 def emulated_comm(mesh: Mesh, settings: Settings, ledger: Ledger, device: Device) -> Comm:
@@ -353,7 +392,7 @@ def emulated_comm(mesh: Mesh, settings: Settings, ledger: Ledger, device: Device
     links = EmulatedLinks(mesh, settings.watchdog_s, settings.heartbeat_s, device)
     if len(mesh.tensor_ranks) > 1:
         links.new_group(PART, "nccl", "replicate", "shard")
-    return NcclComm(links, ledger, settings.wire_bytes)
+    return NcclComm(links, ledger)
 
 
 @contextmanager

@@ -89,8 +89,12 @@ def is_capturing() -> bool:
 
 
 def order_after(device: torch.device, stream: int) -> None:
-    """Make the current stream wait for all work queued on another stream; the host does not wait."""
-    torch.cuda.current_stream(device).wait_stream(torch.cuda.ExternalStream(stream, device=device))
+    """Make the current stream wait for all work queued on another stream; the host does not wait.
+
+    The default stream has the address 0, for which `torch.cuda.ExternalStream` returns another stream (torch issue
+    182960).
+    """
+    torch.cuda.current_stream(device).wait_stream(torch.cuda.get_stream_from_external(stream, device))
 
 
 def choose(

@@ -233,12 +233,15 @@ def _tests_inputs_of_checkpoint() -> tuple[Any, Any]:
     captured: list[list[Tensor]] = []
 
     def pack(tensor: Tensor) -> Tensor:
-        seen.append(is_called_by_checkpoint())
-        captured.append(captured_by_checkpoint())
+        # Up to torch 2.12, an empty tensor is saved beside the inputs.
+        if tensor.numel():
+            seen.append(is_called_by_checkpoint())
+            captured.append(captured_by_checkpoint())
         return tensor
 
     def unpack(tensor: Tensor) -> Tensor:
-        seen.append(is_called_by_checkpoint())
+        if tensor.numel():
+            seen.append(is_called_by_checkpoint())
         return tensor
 
     x = _ones(2, requires_grad=True)

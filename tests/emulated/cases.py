@@ -66,7 +66,7 @@ class OneOfMany(Comm):
     """The collectives of rank 0 of several ranks that all hold what it holds."""
 
     def __init__(self, mesh: zs.Mesh, settings: zs.Settings, ledger: Ledger) -> None:
-        super().__init__(mesh, ledger, Native(settings.wire_bytes))
+        super().__init__(mesh, ledger, Native())
 
     def gather(self, full: Tensor, tag: Tag, kind: str = "gather", axis: Axis = "shard") -> Pending:
         rows = full.view(RANKS, -1)

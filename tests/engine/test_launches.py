@@ -127,7 +127,7 @@ def count_with_norms(stage: int, buffers: Literal["rank 0", "own"], blocks: int)
 
 
 def emulated_comm(mesh: zs.Mesh, settings: zs.Settings, ledger: Ledger) -> NcclComm:
-    return NcclComm(Nobody(mesh), ledger, settings.wire_bytes)  # type: ignore[arg-type]
+    return NcclComm(Nobody(mesh), ledger)  # type: ignore[arg-type]
 
 
 class Mean(nn.Module):

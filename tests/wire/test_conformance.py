@@ -78,7 +78,7 @@ def host(mesh: Mesh, ledger: Ledger) -> Comm:
 
 def native(mesh: Mesh, ledger: Ledger, wire_bytes: int = WIRE_BYTES) -> Comm:
     DEVICES.append(Device(seed=mesh.rank))
-    return NcclComm(EmulatedLinks(mesh, 20.0, 20.0, DEVICES[-1]), ledger, wire_bytes)
+    return NcclComm(EmulatedLinks(mesh, 20.0, 20.0, DEVICES[-1]), ledger)
 
 
 def native_eager(mesh: Mesh, ledger: Ledger) -> Comm:
@@ -428,7 +428,7 @@ def test_one_process_changes_nothing() -> None:
 def test_emulated_ranks_count_and_shape_as_real_ones() -> None:
     mesh = Mesh(0, 4, 0, torch.device("cpu"), (("shard", 4),))
     with fake_ranks(4):
-        comm = NcclComm(Nobody(mesh), Ledger(), WIRE_BYTES)  # type: ignore[arg-type]
+        comm = NcclComm(Nobody(mesh), Ledger())  # type: ignore[arg-type]
         full, own = values(0, 256), torch.zeros(64)
         assert comm.gather(full, Tag(0, 0, "")).wait()
         assert comm.reduce(full, own, Rounded("bfloat16"), 1.0, Tag(0, 0, "")).wait()

@@ -13,7 +13,6 @@ import zeroshard as zs
 from tests import models
 from tests.oracle import TIMEOUT_S, WATCHDOG_S, Case, assert_same, engine_run, single_run
 from tools.emulated import Device, EmulatedLinks, gpu
-from zeroshard.table.settings import WIRE_BYTES
 from zeroshard.table.trace import Ledger
 from zeroshard.testing import run_ranks
 from zeroshard.wire.codec import Rounded
@@ -145,7 +144,7 @@ def test_a_wait_of_the_host_in_the_steady_state_is_found() -> None:
 
 def on_device(*, has_all: bool = True, eagerness: float = 0.0) -> tuple[NcclComm, Device]:
     device = Device(eagerness=eagerness)
-    return NcclComm(EmulatedLinks(current_mesh(), 20.0, 20.0, device, has_all=has_all), Ledger(), WIRE_BYTES), device
+    return NcclComm(EmulatedLinks(current_mesh(), 20.0, 20.0, device, has_all=has_all), Ledger()), device
 
 
 def free_early() -> list[str]:

@@ -97,7 +97,8 @@ class Partition(Link):
 
         Collective: for the first inputs of a shape, an all-gather of 16 bytes along the tensor axis.
         """
-        for index, one in enumerate(one for one in held if one.is_input):
+        # Up to torch 2.12, an empty tensor is saved beside the inputs.
+        for index, one in enumerate(one for one in held if one.is_input and one.value.numel()):
             whole = one.value
             if local_of(whole) is not whole:
                 raise RuntimeError(self._explain(index, unit, f"is a DTensor with placements {whole.placements}"))

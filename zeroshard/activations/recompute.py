@@ -197,14 +197,14 @@ class _Outputs:
     """The output tensors of one call of a module, which the recomputation of the next call reads."""
 
     def __init__(self) -> None:
-        self.node: Any = None
+        self.marked: Any = None
         self._task, self._values = -1, tuple[Tensor, ...]()
 
     def read(self) -> tuple[Tensor, ...]:
         """Return the tensors; run the call again unless it has already run in this backward."""
         if self._task != graph_task() or not self._values:
             with torch.no_grad():
-                self._task, self._values = graph_task(), self.node.saved_tensors
+                self._task, self._values = graph_task(), self.marked.grad_fn.saved_tensors
         return self._values
 
     def forget(self) -> None:
@@ -268,8 +268,8 @@ class _Run:
         self._forward, self._first, self._inputs = forward, inputs, None
         self._place = 0
         self._around: Kept = forward.surroundings.keep()
-        self._marked: Sequence[Tensor] = ()
-        self._node: Any = None
+        self._tensors: Sequence[Tensor] = ()
+        self._marked: Any = None
         self._sums: Tensor | None = None
         self._trail = forward.trails.start()
 
@@ -299,9 +299,9 @@ class _Run:
         self._forward.surroundings.note(self._around)
         if self._forward.segments.every > 1:
             outputs = _Outputs()
-            outputs.node = self._node
-            self._forward.segments.note(self._place, outputs, self._marked)
-        self._marked, self._node = (), None
+            outputs.marked = self._marked
+            self._forward.segments.note(self._place, outputs, self._tensors)
+        self._tensors, self._marked = (), None
 
     def __call__(self, *kept: Tensor) -> Any:
         """Run the module: first with the given inputs, then with the kept inputs."""
@@ -311,7 +311,7 @@ class _Run:
             self._first = None
             with self._trail.noted():
                 outputs = forward.plain(*args, **kwargs)
-                self._marked, self._node = self._mark(outputs)
+                self._tensors, self._marked = self._mark(outputs)
             is_short = self._trail.end()
             self._sums = sums_of(outputs) if is_short or not forward.is_compared else None
             return outputs
@@ -332,24 +332,25 @@ class _Run:
             forward.leave(forward.module, args, kwargs, None)
 
     def _mark(self, outputs: Any) -> tuple[Sequence[Tensor], Any]:
-        """Save output tensors for the next call of the segment; return them and the node."""
+        """Save output tensors for the next call of the segment; return them and the tensor whose node has them."""
         if (self._place + 1) % self._forward.segments.every == 0:
             return (), None
         tensors = [tensor for tensor in find(outputs, Tensor) if tensor.requires_grad]
         if not tensors:
             return (), None
-        aliases = (one.detach().requires_grad_() for one in tensors)
-        return tensors, _Marked.apply(*aliases).grad_fn  # type: ignore[no-untyped-call]
+        # An edge to each tensor would keep it; without any, there would be no node.
+        edge = tensors[0].new_empty(0, requires_grad=True)
+        return tensors, _Marked.apply(edge, *(one.detach() for one in tensors))  # type: ignore[no-untyped-call]
 
 
 class _Marked(torch.autograd.Function):
-    """Saves tensors outside the graph, without a backward."""
+    """Saves tensors outside the graph, without a backward; up to torch 2.12, as long as its output exists."""
 
     @staticmethod
-    def forward(ctx: Any, *tensors: Tensor) -> Tensor:
+    def forward(ctx: Any, edge: Tensor, *tensors: Tensor) -> Tensor:
         """Save the tensors."""
         ctx.save_for_backward(*tensors)
-        return tensors[0].new_empty(0)
+        return edge.new_empty(0)
 
 
 def are_alike(first: Tensor, again: Tensor) -> bool:

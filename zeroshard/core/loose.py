@@ -23,7 +23,8 @@ NONE, LOCAL = Own.NONE, Own.LOCAL
 STALE, USED = Sum.STALE, Sum.USED
 
 HOT_NUMEL = 1 << 14
-"""Gradients of at least this many elements are summed on arrival, in the cache, to check that they are finite."""
+"""In host memory, gradients of at least this many elements are summed on arrival, in the cache, to check that they are
+finite."""
 
 
 @final

@@ -268,7 +268,7 @@ def wire_of(options: Options) -> Wire:
     if options.place_ranks // options.tensor == 1:
         return Silence()
     if not options.device.is_cpu:
-        return Native(options.wire_bytes)
+        return Native()
     is_shared = options.shared_memory and options.shard_ranks > 1
     return HostWire(SHOWN_NUMEL, options.wire_bytes) if is_shared else Messages(options.wire_bytes)
 

@@ -359,7 +359,7 @@ class Landing(ABC):
 
     @abstractmethod
     def sum(self, held: Tensor) -> Tensor | None:
-        """Return the sum of values on their arrival; None if it would have to wait for them."""
+        """Return the sum of values on their arrival; None if the host would have to wait for it."""
 
     @abstractmethod
     def place_of_sum(self, held: Callable[[], Tensor], other: Tensor) -> Tensor:
@@ -395,9 +395,9 @@ class DeviceLanding(Landing):
         held = values if is_taken else self.empty(values.numel(), values.dtype).as_strided(*form).copy_(values)
         return held if scale == 1.0 else held.mul_(scale)
 
-    def sum(self, held: Tensor) -> Tensor:
+    def sum(self, held: Tensor) -> Tensor | None:
         """See `Landing`."""
-        return held.sum()
+        return held.sum() if held.device.type == "cpu" else None
 
     def place_of_sum(self, held: Callable[[], Tensor], other: Tensor) -> Tensor:
         """See `Landing`."""

@@ -196,7 +196,7 @@ def _transient_bytes(
         wide_bytes: bytes of masters during an update in another dtype, when no unit is gathered.
         exchanged: the parameters of each optimizer that are sent to owners.
     """
-    uses, pool, most_bytes = plain_uses(len(units)), _Counted(), -1
+    uses, pool, most_bytes = plain_uses(len(units)), _Counted(keeps=wire.keeps_buffers), -1
     forward, backward = steady_passes(units, uses)
     steps = [*zip(uses.forward, forward.actions, strict=True), *zip(uses.backward, backward.actions, strict=True)]
     is_alone = all(bucket.layout.world_size == 1 for unit in units for bucket in unit.buckets)
@@ -233,8 +233,8 @@ def _transient_bytes(
 class _Counted:
     """Buffers, with their current and peak bytes."""
 
-    def __init__(self) -> None:
-        self._buffers, self._now, self.most_bytes = Buffers(), 0, 0
+    def __init__(self, *, keeps: bool) -> None:
+        self._buffers, self._keeps, self._now, self.most_bytes = Buffers(), keeps, 0, 0
 
     def land(self, unit: UnitSpec) -> list[Buffer]:
         """Take the buffers of the unit's gradients; tensors that autograd allocated are not pooled."""
@@ -267,7 +267,8 @@ class _Counted:
         self.most_bytes = max(self.most_bytes, self._now + nbytes)
 
     def take(self, numel: int, dtype: str, *, is_adopted: bool = False) -> Buffer:
-        buffer, gone = (Buffer(numel, None), None) if is_adopted else self._buffers.take(numel, dtype)
+        is_kept = self._keeps and not is_adopted
+        buffer, gone = self._buffers.take(numel, dtype) if is_kept else (Buffer(numel, None), None)
         if gone is not None:
             self._now -= gone.memory
         if buffer.memory is None:

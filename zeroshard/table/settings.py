@@ -25,8 +25,8 @@ class Settings:
         shared_memory: whether ranks of one host read each other's memory, for gloo on the CPU when a replica of the
             state fits one host. It is faster than messages and gives the same bits.
         elementwise: True asserts that optimizers of unknown classes update each element independently; None tests them.
-        wire_bytes: bytes of the buffers of one reduction by messages, or of one conversion for NCCL. Larger units are
-            sent in pieces of at least 65,536 elements, which bounds the buffers for a model of any size.
+        wire_bytes: bytes of the buffers of one reduction by messages. Larger units are sent in pieces of at least
+            65,536 elements, which bounds the buffers for a model of any size.
         forward_methods: methods, besides the model's `forward`, that compute with its parameters when called directly:
             "features" of the model, "encoder.encode" or "head.forward" of its modules.
         non_finite: the response to a gradient that is not finite, without a loss scale: "raise" raises an error on all

@@ -23,6 +23,8 @@ class Wire(ABC):
     """Whether ranks of one replica read each other's memory, without buffers for received messages."""
     lands_together: bool = False
     """Whether the gradients of a unit are copied together when complete: fewer launches, memory of one more unit."""
+    keeps_buffers: bool = True
+    """Whether buffers stay in the pool after their use: fresh pages of host memory cost more than the copy to them."""
     wire_bytes: int = WIRE_BYTES
     """Bytes of the buffers of one exchange."""
 
@@ -99,10 +101,13 @@ class HostWire(Wire):
 @final
 @dataclass(frozen=True)
 class Native(Wire):
-    """A backend's own collectives, which support only dtypes; conversions run in pieces."""
+    """A backend's own collectives, which support only dtypes; a unit is one message, reduced beside computation.
 
-    wire_bytes: int = WIRE_BYTES
+    Buffers return to the allocator of the device, where a forward's activations can use their memory.
+    """
+
     lands_together: bool = True
+    keeps_buffers: bool = False
 
     def among_shards(self, bucket: BucketSpec) -> list[Message]:
         return self._converted(bucket, bucket.layout.shard_numel, bucket.layout.world_size)
@@ -112,4 +117,4 @@ class Native(Wire):
 
     def _converted(self, bucket: BucketSpec, numel: int, rows: int) -> list[Message]:
         codec = bucket.formats.reduce
-        return [] if codec == bucket.formats.grad else [(rows * self.piece_numel(numel, codec, rows), codec)]
+        return [] if codec == bucket.formats.grad else [(rows * numel, codec)]

@@ -23,16 +23,22 @@ class Pool:
 
     Units of similar size share buffers of the largest. Autograd must not save a tensor of the pool: a saved tensor
     would see the next content of the buffer.
+
+    Args:
+        keeps: `Wire.keeps_buffers`.
     """
 
-    def __init__(self, memory: Memory, ledger: Ledger) -> None:
-        self.memory, self._ledger = memory, ledger
+    def __init__(self, memory: Memory, ledger: Ledger, *, keeps: bool) -> None:
+        self.memory, self._ledger, self._keeps = memory, ledger, keeps
         self._buffers: dict[torch.device, Buffers] = defaultdict(Buffers)
         self._taken: dict[int, Buffer | None] = {}
         """The buffers in use, by the address of the taken part; None for adopted tensors."""
 
     def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return a buffer (numel,) with undefined content."""
+        if not self._keeps:
+            self.adopt(fresh := torch.empty(numel, dtype=dtype, device=device))
+            return fresh
         buffer, gone = self._buffers[device].take(numel, dtype)
         if gone is not None:
             self._ledger.add("transient", -gone.memory.nbytes)

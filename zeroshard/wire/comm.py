@@ -133,7 +133,7 @@ class Comm(ABC):
 
     def __init__(self, mesh: Mesh, ledger: Ledger, wire: Wire, memory: Memory | None = None) -> None:
         self.mesh, self.wire = mesh, wire
-        self.pool = Pool(memory or OwnMemory(), ledger)
+        self.pool = Pool(memory or OwnMemory(), ledger, keeps=wire.keeps_buffers)
         """Buffers in the memory that this transport prefers for gradients and parameters."""
         self.sent_bytes: Counter[str] = Counter()
         self._across: Comm | None = None

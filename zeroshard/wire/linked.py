@@ -96,16 +96,16 @@ class LinkedComm(Comm):
             send = self.links.start(lambda: dist.isend(told, group=group, tag=tag, group_dst=after), what)
             return heard, [receive, send]
 
-        # The first hop starts immediately; the others follow when the vote is read.
-        hop, least, (heard, works) = 0, values, start(0, values)
+        # The first hop starts immediately; the others follow when the vote is read. One rank alone makes none.
+        hop, least, started = 0, values, start(0, values) if hops else None
 
         def hear() -> list[int]:
-            nonlocal hop, least, heard, works
-            while hop < hops:
+            nonlocal hop, least, started
+            while started is not None:
+                heard, works = started
                 self.links.wait(works, what)  # an interrupted wait is repeated
                 hop, least = hop + 1, [*map(min, least, heard.tolist())]
-                if hop < hops:
-                    heard, works = start(hop, least)
+                started = start(hop, least) if hop < hops else None
             return least
 
         return Vote(hear)

@@ -47,10 +47,10 @@ FORTH, BACK = "activations", "gradients of activations"
 class NcclComm(LinkedComm):
     """NCCL's own collectives for shards, gloo for numbers and tensors of the host. See "Note: NCCL"."""
 
-    def __init__(self, links: Links, ledger: Ledger, wire_bytes: int) -> None:
+    def __init__(self, links: Links, ledger: Ledger) -> None:
         refuse_blocking_nccl()
         links.new_group(ALL, "nccl")
-        super().__init__(links, ledger, ALL, Native(wire_bytes))
+        super().__init__(links, ledger, ALL, Native())
         links.new_group(GATHERS, "nccl", "shard")
         links.new_group(REDUCES, "nccl", "shard")
         if self.mesh.replicas > 1:
@@ -129,15 +129,12 @@ class NcclComm(LinkedComm):
             op, rest = _folded(scale, ranks, full.dtype)
             work = begin(own, full, op)
             return Pending(lambda: self._finish(work, own, own, rest, tag))
-        rows = full.view(-1, own.numel())
-
-        def start(piece: slice) -> Pending:
-            sent, rest = self._converted(rows[:, piece], codec, scale, ranks)
-            part = sent.view(len(rows), -1)[place]
-            work = begin(part, sent, dist.ReduceOp.SUM)
-            return Pending(lambda: self._finish(work, part, own[piece], rest, tag, sent))
-
-        return self.in_pieces(own.numel(), codec, len(rows), start)
+        sent = self.pool.take(full.numel(), codec.dtype, full.device)
+        factor = scale if codec.dtype is not torch.float16 else min(scale, 1 / ranks)
+        torch.mul(full, factor, out=sent)
+        part = sent.view(-1, own.numel())[place]
+        work = begin(part, sent, dist.ReduceOp.SUM)
+        return Pending(lambda: self._finish(work, part, own, scale / factor, tag, sent))
 
     def route(self, given: Tensor, taken: Tensor, counts: Sequence[Sequence[int]], tag: Tag, kind: str) -> Pending:
         place = self.mesh.shard_rank
@@ -145,13 +142,6 @@ class NcclComm(LinkedComm):
         work = dist.all_to_all_single(taken, given, heard, sent, group=self.links.groups[GATHERS], async_op=True)
         self.sent_bytes[kind] += (given.numel() - sent[place]) * given.itemsize
         return Pending(lambda: self.links.wait_on_stream(work, tag.what))
-
-    def _converted(self, values: Tensor, codec: Codec, scale: float, size: int) -> tuple[Tensor, float]:
-        """Return a pooled message of scaled values (of any shape), and the remaining scale for the sum."""
-        sent = self.pool.take(values.numel(), codec.dtype, values.device)
-        factor = scale if codec.dtype is not torch.float16 else min(scale, 1 / size)
-        torch.mul(values, factor, out=sent.view(values.shape))
-        return sent, scale / factor
 
     def _finish(
         self, work: dist.Work, part: Tensor, own: Tensor, rest: float, tag: Tag, sent: Tensor | None = None

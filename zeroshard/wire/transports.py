@@ -55,7 +55,7 @@ def make_comm(mesh: Mesh, settings: Settings, ledger: Ledger) -> Comm:
     if len(mesh.tensor_ranks) > 1:
         links.new_group(PART, backend, "replicate", "shard")
     if backend == "nccl":
-        return NcclComm(links, ledger, settings.wire_bytes)
+        return NcclComm(links, ledger)
     messages = GlooComm(links, ledger, Messages(settings.wire_bytes))
     is_wanted = settings.shared_memory and mesh.shard_size > 1
     memory = _share_host(messages, is_wanted) if mesh.device.type == "cpu" else None

@@ -57,6 +57,7 @@ class Cost:
         moved_bytes: bytes read from and written to memory.
         kind: "matmul", "attention" or "memory", which determines the reachable fraction of the peak.
         rows, columns: shape of the result of a matrix product; 0 if unknown.
+        dtype: dtype of the operands, by torch's name; "" for that of the run.
     """
 
     flops: float = 0
@@ -64,6 +65,7 @@ class Cost:
     kind: str = "memory"
     rows: int = 0
     columns: int = 0
+    dtype: str = ""
 
 
 @final
@@ -170,9 +172,9 @@ class Device:
         """Return the seconds of one kernel.
 
         Args:
-            dtype: dtype of the operands, by torch's name; a dtype without a peak counts as float32.
+            dtype: dtype of the operands of kernels that name none; a dtype without a peak counts as float32.
         """
-        peak = self.peak_flops.get(dtype, self.peak_flops["float32"])
+        peak = self.peak_flops.get(cost.dtype or dtype, self.peak_flops["float32"])
         part = {"matmul": self.matmul_part, "attention": self.attention_part}.get(cost.kind, 1.0)
         arithmetic_s = cost.flops / (peak * part * self._filled(cost))
         return max(arithmetic_s, cost.moved_bytes / (self.memory_bytes_per_s * self.memory_part), self.launch_s)

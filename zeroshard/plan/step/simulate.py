@@ -74,7 +74,7 @@ class _Rank:
     ) -> None:
         self._job, self._pooled = job, pooled
         self._clock = Clock(job.device, job.dtype, job.spans, job.seconds)
-        self.storages = Storages(self._clock, is_mapped=job.wire.is_in_place)
+        self.storages = Storages(self._clock, keeps=job.wire.keeps_buffers, is_mapped=job.wire.is_in_place)
         self.elsewhere = Elsewhere(job, self._clock, self.storages, carried)
         self._passes = Passes(job, self._clock, self.storages, self.elsewhere)
         self.place = None if job.pipe is None else Place(job.pipe, self._clock, self.storages, free)

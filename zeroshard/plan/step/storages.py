@@ -19,11 +19,12 @@ class Storages:
     """Storages by number.
 
     Args:
+        keeps: `Wire.keeps_buffers`.
         is_mapped: whether pooled buffers are pages that the ranks of a host map together.
     """
 
-    def __init__(self, clock: Clock, *, is_mapped: bool) -> None:
-        self._clock, self._is_mapped = clock, is_mapped
+    def __init__(self, clock: Clock, *, keeps: bool, is_mapped: bool) -> None:
+        self._clock, self._keeps, self._is_mapped = clock, keeps, is_mapped
         self.events: list[Event] = []
         self.open: dict[int, Event] = {}
         """The first event of each storage that is there."""
@@ -64,7 +65,7 @@ class Storages:
 
     def take(self, numel: int, dtype: str, unit: str, what: str) -> Buffer:
         """Take a pooled buffer."""
-        buffer, gone = self._buffers.take(numel, dtype)
+        buffer, gone = self._buffers.take(numel, dtype) if self._keeps else (Buffer(numel, None), None)
         if gone is not None:
             self.drop(gone.memory)
         if buffer.memory is None:
@@ -73,7 +74,7 @@ class Storages:
         return buffer
 
     def give(self, buffers: Iterable[Buffer]) -> None:
-        """Give buffers back: to the pool, or their memory where that came from autograd."""
+        """Give buffers back: to the pool, or their memory where that came from autograd or the allocator."""
         for buffer in buffers:
             if buffer.kind is None:
                 self.drop(buffer.memory)
@@ -82,8 +83,7 @@ class Storages:
 
     def stock(self, numel: int, dtype: str) -> None:
         """Put a buffer that an earlier step left into the pool."""
-        nbytes = numel * itemsize(dtype)
-        memory = self.make(nbytes, "transient", "", "pooled buffer", is_mapped=self._is_mapped)
+        memory = self.make(numel * itemsize(dtype), "transient", "", "pooled buffer", is_mapped=self._is_mapped)
         self._buffers.give(Buffer(numel, dtype, memory))
 
     def pooled(self) -> list[tuple[int, str]]:

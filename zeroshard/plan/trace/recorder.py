@@ -344,7 +344,8 @@ class Recorder(DispatchMode):
         kind = "memory" if not flops else "attention" if "attention" in str(func) else "matmul"
         shape = tuple(made[0].shape) if kind == "matmul" else ()
         rows, columns = (math.prod(shape[:-1]), shape[-1]) if len(shape) > 1 else (0, 0)
-        self._kernels.append((len(self._events), Cost(flops, moved_bytes, kind, rows, columns)))
+        dtype = str(made[0].dtype).removeprefix("torch.")
+        self._kernels.append((len(self._events), Cost(flops, moved_bytes, kind, rows, columns, dtype)))
 
     def exchange(self, exchange: Exchange) -> None:
         """Record a collective along the tensor axis."""
