@@ -45,11 +45,11 @@ class Part:
 
 PARTS: Final = (
     Part("check", "benchmarks.gpu_check --jobs 8", "--out", 120),
-    Part("one_rank", "benchmarks.gpu --only one --steps 20", most_s=90),
-    Part("ranks_8", "benchmarks.gpu --only 'rank 0 of 8' --steps 20", most_s=60),
-    Part("ranks_64", "benchmarks.gpu --only 'rank 0 of 64' --steps 20", most_s=60),
+    Part("ranks_8", "benchmarks.gpu --only 'rank 0 of 8' --steps 15", most_s=50),
+    Part("one_rank", "benchmarks.gpu --only one --steps 15", most_s=80),
+    Part("ranks_64", "benchmarks.gpu --only 'rank 0 of 64' --steps 10", most_s=40),
     Part("optimizer", "benchmarks.gpu --only optimizer --steps 20", most_s=20),
-    Part("offload", "benchmarks.gpu_offload --depths 16 --minutes 1", most_s=240, resumes=False),
+    Part("offload", "benchmarks.gpu_offload --depths 16 --minutes 0.6", most_s=120, resumes=False),
     Part("activations", "benchmarks.gpu --only activations --steps 10", most_s=120),
 )
 """In the order of what they are worth."""

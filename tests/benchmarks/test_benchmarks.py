@@ -62,7 +62,9 @@ def test_the_gpu_script_starts_on_a_cpu(tmp_path: Path) -> None:
         ["FSDP2 2", "zeroshard 2"],
         ["FSDP2 3", "zeroshard 3"],
     ]
-    assert result["optimizer"]["moved_bytes"] > 0
+    gpu.main(["--device", "cpu", "--only", "optimizer", "--output", str(tmp_path / "gpu.json"), "--resume"])
+    result = json.loads((tmp_path / "gpu.json").read_text())
+    assert result["optimizer"]["moved_bytes"] > 0 and len(result["sections"]) == 2
 
 
 @pytest.mark.rotates
