@@ -139,7 +139,9 @@ def _gpu_section(path: Path) -> Iterator[str]:
     yield from (f"### One GPU: {CASES[sizes['case']].title}, micro-batch {sizes['samples']}", "")
     for section in result["sections"]:
         yield from (f"{section['section']}:", "", *gpu_table(section), "")
-    yield from ("Optimizer step with fp32 masters:", "", *optimizer_table(result["optimizer"]), "", _origin(result), "")
+    if "optimizer" in result:
+        yield from ("Optimizer step with fp32 masters:", "", *optimizer_table(result["optimizer"]), "")
+    yield from (_origin(result), "")
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import zeroshard as zs
-from benchmarks.report import ratios_of
+from benchmarks.report import ratio_of_medians, ratios_of
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -111,7 +111,7 @@ def speed_table() -> str:
     where = "; ".join(sorted({origin(one) for one in heats.values()}))
     lines = [
         f"CPU, gloo, 2 cores: time of a step ({where}), 2 ranks on one host,",
-        "micro-batch 1, interleaved rounds, as a multiple of DDP with a static graph. No GPU was measured yet.",
+        "micro-batch 1, interleaved rounds, as a multiple of DDP with a static graph.",
         "",
         f"| | {' | '.join(CONTESTANTS)} |",
         f"|---|{'---|' * len(CONTESTANTS)}",
@@ -120,7 +120,23 @@ def speed_table() -> str:
         ratios = {key: ratio for key, (ratio, _, _) in ratios_of(one["time"]).items()}
         cells = [_range(ratios, key) for key in CONTESTANTS.values()]
         lines.append(f"| {name} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+    return "\n".join([*lines, "", *gpu_lines()])
+
+
+def gpu_lines() -> list[str]:
+    """Return what one GPU showed beside FSDP2, at stages 2 and 3 of each number of emulated ranks."""
+    found = json.loads((RESULTS / "gpu.json").read_text())
+    rows = [one["entrants"].values() for one in found["sections"] if one["first"].startswith("FSDP2")]
+    steps = [ratio_of_medians(ours["wall_s"], base["wall_s"])[0] for base, ours in rows]
+    memory = [ours["allocated_bytes"] / base["allocated_bytes"] for base, ours in rows]
+    return [
+        '"With messages": stage 3 as between hosts; a range: fastest settings to defaults '
+        "([docs/benchmarks.md](docs/benchmarks.md)).",
+        f"One H100 as rank 0 of 8 and of 64, without a network (GPT 1.3B in bf16, {origin(found)}, "
+        "[gpu.json](benchmarks/results/gpu.json)): "
+        f"steps take {min(steps):.2f} to {max(steps):.2f} of FSDP2's time at stages 2 and 3, memory is "
+        f"{min(memory):.2f} to {max(memory):.2f} of FSDP2's.",
+    ]
 
 
 def _range(ratios: Mapping[str, float], name: str) -> str:
