@@ -169,11 +169,12 @@ class Gradients(ABC):
         """Bytes held as (of parameters, padding), in the memory of `landing`."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Local:
     """A rank's own gradients for a reduction, with their states at the start of the reduction."""
 
-    full: Tensor
+    full: Tensor | None
+    """None once the sum is elsewhere and the buffer was returned."""
     place: Tensor
     """The destination of this rank's shard of the sum: a part of held gradients, of `full`, or `spare`."""
     spare: Tensor | None
@@ -313,7 +314,7 @@ class FlatGradients(Gradients):
 
     def take_back(self, local: "Local") -> None:
         """Restore gradients that were not reduced because another rank was not ready; no gradient landed meanwhile."""
-        assert self.local is None, "a gradient landed in a complete unit"
+        assert self.local is None and local.full is not None, "a gradient landed in a complete unit"
         self._under_way -= 1
         self.local, self._views, self.own, self.sums = local.full, local.views, local.own, local.sums
         if local.spare is not None:
@@ -343,7 +344,7 @@ class FlatGradients(Gradients):
         """
         held = self.hold()
         self._under_way -= 1
-        is_in_place = local.full.data_ptr() == held.data_ptr()
+        is_in_place = local.full is not None and local.full.data_ptr() == held.data_ptr()
         target = self._cut_of(self.spec.shard, waits=False)
         if not local.is_first and not is_in_place:
             for index, one in enumerate(local.sums):
@@ -352,11 +353,16 @@ class FlatGradients(Gradients):
             self.landing.add(target, own)
         elif own.data_ptr() != target.data_ptr():
             self.landing.put(target, own)
-        if not is_in_place:
-            self._pool.give(local.full)
+        self.drop_full(local)
         if local.spare is not None:
             self._pool.give(local.spare)
         return held
+
+    def drop_full(self, local: "Local | None") -> None:
+        """Return the buffer of what was reduced, unless held gradients are in it."""
+        if local is not None and local.full is not None and local.full.data_ptr() != self.hold().data_ptr():
+            self._pool.give(local.full)
+            local.full, local.views = None, []
 
     def _cut_of(self, place: Range, *, waits: bool = True) -> Tensor:
         """Return held elements (start, stop) of the bucket."""

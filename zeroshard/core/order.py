@@ -39,7 +39,7 @@ from zeroshard.core.followed import Followed, OwnBuffers
 from zeroshard.core.history import History
 from zeroshard.core.passes import Pass, Phase
 from zeroshard.core.states import Scope
-from zeroshard.core.unit import Reduction, Unit
+from zeroshard.core.unit import Reduction, Unit, advanced
 from zeroshard.core.votes import Ask, Told, Votes
 from zeroshard.table.errors import RankMismatchError
 from zeroshard.table.schedule import WINDOW, Action, Record, Schedule
@@ -433,7 +433,7 @@ class Order:
         for kind, number in actions:
             unit = self._units[number]
             if kind == "reduce":
-                self._finish_all()
+                self._finish_all(before=unit)
             before = sent[kind]
             if kind == "gather":
                 # An active transform of torch.func would reject writes to tensors from outside it.
@@ -457,11 +457,15 @@ class Order:
                 # No message is under way, and the next unit's gradients can reuse the buffer.
                 self._finish_all()
 
-    def _finish_all(self) -> None:
-        """Finish the reductions under way, and launch what is due before what comes next."""
+    def _finish_all(self, before: Unit | None = None) -> None:
+        """Finish the reductions under way, and launch what is due before what comes next.
+
+        Args:
+            before: the unit that is reduced next: sums over replicas that begin now may stay under way beside it.
+        """
         self.launch()
-        while self._in_flight:
-            self._finish(self._in_flight.pop(0))
+        for reduction in advanced(self._in_flight, before):
+            self._finish(reduction)
 
     def _finish(self, reduction: Reduction) -> None:
         sent_bytes = self._comm.sent_bytes["reduce"]

@@ -18,7 +18,7 @@ Note: one sum a pass
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import attrgetter
 from typing import Any, final
@@ -36,7 +36,7 @@ from zeroshard.table.spec import UnitSpec
 from zeroshard.torch_private import NoSubclasses, accumulator_of, is_profiling, profiled, will_run
 from zeroshard.wire.comm import Comm, Pending, Tag
 
-__all__ = ["Reduction", "Unit"]
+__all__ = ["Reduction", "Unit", "advanced"]
 
 Tensor = torch.Tensor
 _is_trained = attrgetter("requires_grad")
@@ -58,20 +58,42 @@ class Reduction:
     scope: Scope
     where: tuple[Comm, int, str]
     sums: Sequence[Summed]
+    copies: list[tuple[Scope, Pending]] = field(default_factory=list)
+    """For each sum, once it is waited for: its scope, and the sum over replicas."""
+
+    def advance(self) -> bool:
+        """Wait for the sums within this replica and start those over replicas; return whether to finish at once.
+
+        On a device, the sums over replicas have the computation of the next unit beside them.
+        """
+        if self.copies:
+            return True
+        comm, are_ready = self.where[0], list[bool]()
+        for bucket, _, _, _, pending in self.sums:
+            are_ready.append(pending.wait())
+            bucket.tell("wait")
+        for (bucket, grads, _, own, _), is_ready in zip(self.sums, are_ready, strict=True):
+            # Sums within this replica are added to the held sums, and the total is summed over replicas.
+            scope = min(grads.scope, self.scope)
+            pending = Pending(partial(bool, is_ready))
+            if scope is Scope.ALL:
+                pending = self.unit.reduce_copies(bucket, own, *self.where, is_ready=is_ready)
+            self.copies.append((scope, pending))
+        if not (comm.wire.overlaps_copies and comm.mesh.replicas > 1):
+            return True
+        for _, grads, local, _, _ in self.sums:
+            grads.drop_full(local)
+        return not self.copies
 
     def finish(self) -> list[Pending] | None:
         """Add the sums to the held gradients, and return the gathers of sums that every rank needs in full.
 
         Returns None if a rank was not ready; the gradients are then local again.
         """
+        self.advance()
         tails: list[Pending] | None = []
-        for bucket, grads, local, own, pending in self.sums:
-            is_ready = pending.wait()
-            bucket.tell("wait")
-            # Sums within this replica are added to the held sums, and the total is summed over replicas.
-            scope = min(grads.scope, self.scope)
-            if scope is Scope.ALL:
-                is_ready = self.unit.reduce_copies(bucket, own, *self.where, is_ready=is_ready)
+        for (bucket, grads, local, own, _), (scope, copies) in zip(self.sums, self.copies, strict=True):
+            is_ready = copies.wait()
             if local is None or tails is None or not is_ready:
                 tails = None
                 if local is not None:
@@ -81,6 +103,16 @@ class Reduction:
             grads.add_reduced(local, own)
             tails += self.unit.complete_sum(bucket, grads, own, *self.where)
         return tails
+
+
+def advanced(reductions: list[Reduction], before: "Unit | None") -> list[Reduction]:
+    """Advance reductions; return those to finish, and leave those that stay under way beside the one of `before`."""
+    is_other = before is not None and all(one.unit is not before for one in reductions)
+    ended, staying = list[Reduction](), list[Reduction]()
+    for one in reductions:
+        (ended if one.advance() or not is_other else staying).append(one)
+    reductions[:] = staying
+    return ended
 
 
 @final
@@ -306,21 +338,26 @@ class Unit:
             if bucket.grads.scope is Scope.COPY:
                 bucket.grads.scope = Scope.ALL
                 if (grads := bucket.flat) is not None:
-                    self.reduce_copies(bucket, own := grads.own_shard(), comm, number, what)
+                    self.reduce_copies(bucket, own := grads.own_shard(), comm, number, what).wait()
                     grads.keep_shard(own)
                     tails += self.complete_sum(bucket, grads, own, comm, number, what)
         return tails
 
     def reduce_copies(
         self, bucket: Bucket, own: Tensor, comm: Comm, number: int, what: str, *, is_ready: bool = True
-    ) -> bool:
-        """Sum this rank's shard of gradients over replicas, if any; return False if a replica is not ready."""
+    ) -> Pending:
+        """Start to sum this rank's shard of gradients over replicas, if any; messages of hosts are waited for.
+
+        The wait returns False if a replica is not ready.
+        """
         if comm.mesh.replicas == 1:
-            return is_ready
+            return Pending(partial(bool, is_ready))
         tag, before = Tag(number, bucket.number, what), comm.sent_bytes["replicate"]
-        is_ready = comm.reduce_copies(own, bucket.codec, self.scale, tag, is_ready=is_ready).wait()
+        pending = comm.reduce_copies(own, bucket.codec, self.scale, tag, is_ready=is_ready)
+        if not comm.wire.overlaps_copies:
+            pending = Pending(partial(bool, pending.wait()))
         bucket.tell("all-reduce", comm.sent_bytes["replicate"] - before)
-        return is_ready
+        return pending
 
     def note_overflow(self, sums: Iterable[Tensor]) -> None:
         """Record for the loss scale whether a sum is not finite."""

@@ -18,7 +18,7 @@ from zeroshard.table.pool import Buffer, Buffers
 from zeroshard.table.schedule import ROOT
 from zeroshard.table.spec import BucketSpec, UnitSpec, itemsize
 from zeroshard.table.step import plain_uses, steady_passes
-from zeroshard.table.wires import Wire
+from zeroshard.table.wires import Reducing, Wire
 
 __all__ = ["Owned", "Updates", "add_bytes", "columns_of", "kept_bytes", "on_device", "predict", "step_bytes"]
 
@@ -203,7 +203,7 @@ def _transient_bytes(
     while pool.most_bytes > most_bytes:  # the order of free buffers may differ in a later step
         most_bytes = pool.most_bytes
         landed: dict[int, list[Buffer]] = {}
-        before: list[Buffer] = []
+        reducing = Reducing(wire, lambda numel, dtype, _: pool.take(numel, dtype), pool.give)
         for (mark, number), actions in steps:
             if mark == "land" and not is_alone:
                 # The gradients of the root arrive first and are reduced last.
@@ -214,13 +214,9 @@ def _transient_bytes(
                 if kind != "reduce":
                     pool.hold(units[unit].full_bytes * (1 if kind == "gather" else -1))
                 elif not is_alone:
-                    pool.give(before)  # a reduction starts after the previous reduction is finished
-                    buffers = [pool.take(*wanted) for b in units[unit].reduced for wanted in wire.reduction(b)]
-                    before = landed[unit] + buffers
-                    if wire.is_in_place:
-                        pool.give(before)
-                        before = []
-        pool.give(before)
+                    reducing.advance()
+                    reducing.start(units[unit].reduced, landed[unit])
+        reducing.finish()
         pool.hold(-sum(unit.full_bytes for unit in units if unit.released == "step"))
         pool.hold(wide_bytes)
         for one in exchanged:

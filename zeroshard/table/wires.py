@@ -4,13 +4,15 @@ Owns sizes. `wire/` moves the bytes, with a transport for each class here. Read 
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import final
 
+from zeroshard.table.pool import Buffer
 from zeroshard.table.settings import WIRE_BYTES
 from zeroshard.table.spec import BLOCK_NUMEL, BucketSpec, Message, itemsize, message_of
 
-__all__ = ["HostWire", "Messages", "Native", "SHOWN_NUMEL", "Silence", "Wire"]
+__all__ = ["HostWire", "Messages", "Native", "Reducing", "SHOWN_NUMEL", "Silence", "Wire"]
 
 SHOWN_NUMEL = 16 * BLOCK_NUMEL
 """Elements that a rank copies to shared memory at a time, for tensors outside shared memory."""
@@ -23,6 +25,8 @@ class Wire(ABC):
     """Whether ranks of one replica read each other's memory, without buffers for received messages."""
     lands_together: bool = False
     """Whether the gradients of a unit are copied together when complete: fewer launches, memory of one more unit."""
+    overlaps_copies: bool = False
+    """Whether sums over replicas are waited for one unit later, with computation beside them."""
     keeps_buffers: bool = True
     """Whether buffers stay in the pool after their use: fresh pages of host memory cost more than the copy to them."""
     wire_bytes: int = WIRE_BYTES
@@ -45,12 +49,12 @@ class Wire(ABC):
 
     def reduction(self, bucket: BucketSpec) -> list[Message]:
         """Return the buffers of a bucket's reduction."""
-        shard, formats, copies = bucket.layout.shard_numel, bucket.formats, bucket.replicas
-        wanted = self.among_shards(bucket) + self.among_copies(bucket)
-        if copies > 1 and bucket.holds_whole_gradients:
-            # The sum of one replica is separate until the other replicas have their sums.
-            wanted.append((shard, formats.grad))
-        return wanted
+        return self.among_shards(bucket) + self.among_copies(bucket) + self.apart(bucket)
+
+    def apart(self, bucket: BucketSpec) -> list[Message]:
+        """Return the buffer of the sum of one replica, which is separate until the other replicas have their sums."""
+        is_apart = bucket.replicas > 1 and bucket.holds_whole_gradients
+        return [(bucket.layout.shard_numel, bucket.formats.grad)] * is_apart
 
     def among_copies(self, bucket: BucketSpec) -> list[Message]:
         """Return the buffers of a sum over replicas of the state: messages with pieces of a shard."""
@@ -108,6 +112,7 @@ class Native(Wire):
 
     lands_together: bool = True
     keeps_buffers: bool = False
+    overlaps_copies: bool = True
 
     def among_shards(self, bucket: BucketSpec) -> list[Message]:
         return self._converted(bucket, bucket.layout.shard_numel, bucket.layout.world_size)
@@ -118,3 +123,44 @@ class Native(Wire):
     def _converted(self, bucket: BucketSpec, numel: int, rows: int) -> list[Message]:
         codec = bucket.formats.reduce
         return [] if codec == bucket.formats.grad else [(rows * numel, codec)]
+
+
+@final
+class Reducing:
+    """The buffers of the reductions under way in a simulated backward, as `Order` has them finished and started.
+
+    Args:
+        take: returns a buffer of (elements, dtype) for the bucket of this name.
+        give: returns buffers.
+    """
+
+    def __init__(
+        self, wire: Wire, take: Callable[[int, str, str], Buffer], give: Callable[[Sequence[Buffer]], None]
+    ) -> None:
+        self._wire, self._take, self._give = wire, take, give
+        self._buckets: Sequence[BucketSpec] = ()
+        self._given, self._messages, self._sums, self._copied = (list[Buffer]() for _ in range(4))
+
+    def start(self, buckets: Sequence[BucketSpec], given: Sequence[Buffer]) -> None:
+        """Start the reduction of a unit, whose gradients are in `given`."""
+        wire, self._buckets, self._given = self._wire, buckets, [*given]
+        self._sums = self._taken(wire.apart) if wire.overlaps_copies else []
+        self._messages = self._taken(wire.among_shards if wire.overlaps_copies else wire.reduction)
+        if wire.is_in_place:
+            self.advance()
+
+    def advance(self) -> None:
+        """Finish the sums over replicas; where there are sums within a replica, start theirs over replicas."""
+        self._give(self._messages)
+        before = self._copied + self._given
+        self._copied = self._sums + (self._taken(self._wire.among_copies) if self._wire.overlaps_copies else [])
+        self._give(before)
+        self._given, self._messages, self._sums, self._buckets = [], [], [], ()
+
+    def finish(self) -> None:
+        """Finish all."""
+        self.advance()
+        self.advance()
+
+    def _taken(self, messages: Callable[[BucketSpec], list[Message]]) -> list[Buffer]:
+        return [self._take(*wanted, bucket.unit) for bucket in self._buckets for wanted in messages(bucket)]

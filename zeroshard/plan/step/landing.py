@@ -5,6 +5,7 @@ Owns their memory and the lane of reductions. It must not know the order of a pa
 """
 
 from collections.abc import MutableMapping
+from functools import partial
 from typing import final
 
 from zeroshard.plan.shape.tape import Instruction
@@ -14,6 +15,7 @@ from zeroshard.plan.step.rank_job import Job
 from zeroshard.plan.step.storages import Storages
 from zeroshard.table.pool import Buffer
 from zeroshard.table.spec import BLOCK_NUMEL, BucketSpec, UnitSpec, itemsize
+from zeroshard.table.wires import Reducing
 
 __all__ = ["Landing"]
 
@@ -37,7 +39,7 @@ class Landing:
         """Buckets of a rank alone whose gradients arrive in this pass."""
         self._last_bytes = 0
         """The bytes of the gradient that arrived last, where the trace has its memory."""
-        self._before: list[Buffer] = []
+        self._reducing = Reducing(job.wire, partial(storages.take, what="wire buffer"), storages.give)
         self._leaving: list[tuple[BucketSpec, bool]] = []
         """Buckets whose sums go to the host when their reduction is over, and whether nothing lies there yet."""
         self._reduced_s = 0.0
@@ -140,20 +142,18 @@ class Landing:
 
     def reduce(self, spec: UnitSpec) -> None:
         """Start the reduction of a unit."""
-        clock, storages, wire = self._clock, self._storages, self._job.wire
+        clock, storages = self._clock, self._storages
         self._finish_before()
         taken: list[Buffer] = []
         works: list[tuple[str, int, str]] = []
-        for bucket in spec.reduced:
-            if bucket.lands_on_sums:
-                continue
+        reduced = [bucket for bucket in spec.reduced if not bucket.lands_on_sums]
+        for bucket in reduced:
             self._begin(bucket)  # zeros, where no gradient arrived
             taken += [self._local.pop(bucket.number)] if bucket.number in self._local else []
             self._hold(bucket)
             if not bucket.row.gradients.is_on_device:
                 self._leaving.append((bucket, bucket.number not in self._summed))
             self._summed.add(bucket.number)
-            taken += [storages.take(*wanted, spec.name, "wire buffer") for wanted in wire.reduction(bucket)]
             nbytes = bucket.layout.full_numel * itemsize(bucket.formats.reduce)
             works.append(("all-reduce" if bucket.updates_all else "reduce", nbytes, "shard"))
             if bucket.replicas > 1:
@@ -168,18 +168,13 @@ class Landing:
             numel = min(BLOCK_NUMEL, bucket.layout.shard_numel)
             count = min(2, max(0, bucket.layout.world_size - 2))
             storages.pass_by(4 * numel * count, "transient", spec.name, "partial sums")
-        self._before = taken
-        if wire.is_in_place:
-            self._free_before()
-
-    def _free_before(self) -> None:
-        self._storages.give(self._before)
-        self._before = []
+        self._reducing.start(reduced, taken)
 
     def finish(self) -> None:
         """Note that the reduction under way is finished: awaited, then summed over replicas."""
         for bucket in self._under_way:
             self._clock.note("wait", bucket.unit)
+        for bucket in self._under_way:
             if bucket.replicas > 1:
                 shard_bytes = bucket.layout.shard_numel * itemsize(bucket.formats.reduce)
                 nbytes = sent_of("all-reduce", shard_bytes, self._job.spans["replicate"])
@@ -190,7 +185,7 @@ class Landing:
     def _finish_before(self) -> None:
         """Finish the reduction before: buffers are free, and what is kept on the host goes there."""
         self.finish()
-        self._free_before()
+        self._reducing.advance()
         leaving, self._leaving = self._leaving, []
         if leaving:
             self._clock.wait("reductions", self._reduced_s)
@@ -200,6 +195,7 @@ class Landing:
     def end_pass(self) -> None:
         """Wait for the reductions of a backward."""
         self._finish_before()
+        self._reducing.advance()
         self._clock.wait("reductions", self._reduced_s)
         for bucket in sorted(self._tails, key=lambda bucket: bucket.number):
             self._clock.note("wait", bucket.unit)
