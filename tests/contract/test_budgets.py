@@ -36,7 +36,7 @@ ADDED = {
     "pipelines: schedules, messages, chunks of a model": 200,
     "parameters that stay whole until the step": 19,
     "starts that share the store of a launcher": 30,
-    "sums over replicas with computation beside them": 51,
+    "sums over replicas with computation beside them, communicators in one order": 52,
     "faults of pipelines: one watchdog, the first value that is not finite, calls inside a step": 15,
 }
 """Lines of the engine that features have added since the budgets were set."""

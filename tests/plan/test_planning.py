@@ -357,3 +357,12 @@ def test_a_module_without_inputs_is_refused() -> None:
         zs.plan(small(), world_size=2)
     with pytest.raises(ValueError, match="tensor=2: no parameter of this Sequential is split"):
         zs.plan(small(), world_size=2, tensor=2, inputs=[torch.zeros(4, 64)])
+
+
+@pytest.mark.parametrize(
+    ("activations", "says"), [("offload", True), ("recompute+offload", True), ("recompute", False)]
+)
+def test_a_traced_plan_says_that_its_time_has_no_copies(activations: str, says: bool) -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(3)))
+    plan = make_plan(model, world_size=1, device="h100-80", activations=activations, inputs=[torch.ones(8, 64)])
+    assert any("no copies of activations" in note for note in plan.notes) is says

@@ -54,6 +54,18 @@ def test_a_given_interface_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     assert os.environ["GLOO_SOCKET_IFNAME"] == "mine"
 
 
+@pytest.mark.parametrize(("given", "expected"), [(None, "1"), ("0", "0")])
+def test_communicators_of_nccl_run_in_one_order(
+    monkeypatch: pytest.MonkeyPatch, given: str | None, expected: str
+) -> None:
+    launched(monkeypatch, "192.0.2.1", 4)
+    monkeypatch.setenv("NCCL_LAUNCH_ORDER_IMPLICIT", given or "")
+    if given is None:
+        monkeypatch.delenv("NCCL_LAUNCH_ORDER_IMPLICIT")
+    find_launch()
+    assert os.environ["NCCL_LAUNCH_ORDER_IMPLICIT"] == expected
+
+
 @pytest.mark.parametrize(("value", "is_refused"), [("1", True), ("true", True), ("0", False), ("", False)])
 def test_waits_of_nccl_that_stop_the_host_are_refused_by_name(
     monkeypatch: pytest.MonkeyPatch, value: str, is_refused: bool

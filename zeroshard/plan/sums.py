@@ -5,7 +5,7 @@ It must not know how a step is simulated. Needs no torch.
 
 from typing import Final
 
-from zeroshard.plan.job import Options, Treatment, treatment_of
+from zeroshard.plan.job import Options, treatment_of
 from zeroshard.plan.shape.shapes import Transformer
 from zeroshard.plan.step.film import Film
 from zeroshard.plan.step.rank_job import Job
@@ -59,14 +59,10 @@ def host_bytes_of(options: Options, film: Film) -> int:
     return options.node_processes * (PROCESS_BYTES + film.host_peak_bytes)
 
 
-def notes_of(options: Options, *, is_module: bool = False) -> list[str]:
-    """Return what is not predicted.
-
-    Args:
-        is_module: whether a module was traced: a trace recomputes, and moves nothing.
-    """
+def notes_of(options: Options) -> list[str]:
+    """Return what a plan of a shape does not predict."""
     found, chains = [], options.row.activations.chains
-    links = [(link, Treatment() if is_module else treatment_of(chain, options)) for chain in chains for link in chain]
+    links = [(link, treatment_of(chain, options)) for chain in chains for link in chain]
     if any(isinstance(link, Compressed) for link, _ in links):
         found.append("Compression depends on values: activations are counted as if they were kept.")
     if any(isinstance(link, Offloaded) and not how.is_input_offloaded for link, how in links):

@@ -38,6 +38,7 @@ from zeroshard.plan.trace.treated import Treated
 from zeroshard.plan.trace.uses import UnitWatch
 from zeroshard.plan.updates import updates_for
 from zeroshard.store.bus import SMALL_BYTES
+from zeroshard.table.activations import Offloaded
 from zeroshard.table.bytes import Updates
 from zeroshard.table.pipeline import Schedule
 from zeroshard.table.schedule import ROOT
@@ -53,6 +54,9 @@ BOUNDED: Final = (
     "count as uncompressed, which is an upper bound. Pass the fraction of zeros in a ReLU's results as zeros=."
 )
 
+COPIED: Final = (
+    "The time has no copies of activations to the host and back, which may take longer than the computation."
+)
 LEFT: Final = "Of ignored parameters only the values are counted: their gradients and optimizer are the caller's own."
 SHOWN_RANKS: Final = 16
 """Maximum number of shards that are shown separately."""
@@ -216,6 +220,7 @@ def trace_job(
         tokens,
         [BOUNDED] * (treated is not None and treated.has_bounds)
         + [LEFT] * bool(left)
+        + [COPIED] * any(isinstance(link, Offloaded) for chain in options.row.activations.chains for link in chain)
         + [*dict.fromkeys(note for trace in traces for note in _not_counted(trace))],
         _other_ranks(job, options, plans, precision, homes),
     )

@@ -1,8 +1,8 @@
 """The watchdog: every rank publishes its operation, heartbeat and pace, so that errors name the rank at fault.
 
-Owns two daemon threads per sharded model. One observes the ranks of this host through shared memory (`watch/pages.py`);
-the other talks to the process group's store, which may block. It must not know the meaning of operations: callers
-describe them in words.
+Owns two daemon threads per sharded model, and a third one on a device. One observes the ranks of this host through
+shared memory (`watch/pages.py`); another one talks to the process group's store, which may block; the third one asks
+the device, whose driver may block. It must not know the meaning of operations: callers describe them in words.
 
 Note: how a rank learns of a failure
     A process that ends closes its connections, so a wait for it fails at once. The error text gets the cause from here:
@@ -18,9 +18,10 @@ Note: requests to the store
 Note: waits of a device
     On a GPU a wait for a collective blocks the device's stream, and the host continues to queue kernels. If a peer is
     missing, the host hangs only later, when it reads a number from the device. Therefore the engine records a mark (an
-    event) in the stream behind the last wait of each pass, and a thread here polls the mark. A rank whose device has
-    not reached a mark for `heartbeat_s` counts as waiting. If another rank failed, such a rank ends its process as soon
-    as a rank whose host waits does.
+    event) in the stream behind the last wait of each pass, and a thread here polls the mark. A query may block, as
+    while the host frees memory of the device; no heartbeat waits for it. A rank whose device has not reached a mark for
+    `heartbeat_s` counts as waiting. If another rank failed, such a rank ends its process as soon as a rank whose host
+    waits does.
 Note: slow ranks
     A step takes the same time on all ranks, because they wait for the slowest. The pace of a rank is the time that it
     did not wait. The median over the last steps excludes occasional work of one rank, such as writing a file. The lower
@@ -42,6 +43,7 @@ from typing import Final, final
 from torch.distributed import Store
 
 from zeroshard.watch.last_words import ErrorHook
+from zeroshard.watch.marks import Marks
 from zeroshard.watch.pages import Pages
 from zeroshard.watch.process import is_child_of
 
@@ -75,35 +77,6 @@ ENDED: Final = "has ended; before that it was "
 WAITS: Final = ("waits for", "gave up waiting for")
 
 
-@final
-class _Marks:
-    """The first and the last mark in the device's stream, as functions that return whether the device passed them."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._marks: list[tuple[Callable[[], bool], str]] = []
-        self._since_s = 0.0
-
-    def add(self, is_done: Callable[[], bool], what: str, now_s: float) -> None:
-        """Replace the last mark; marks between the first and the last add no information."""
-        with self._lock:
-            self._since_s = self._since_s if self._marks else now_s
-            self._marks[1:] = [(is_done, what)] if self._marks else []
-            self._marks = self._marks or [(is_done, what)]
-
-    def look(self, now_s: float) -> None:
-        """Poll the marks, and drop those that the device has passed."""
-        with self._lock:
-            while self._marks and self._marks[0][0]():
-                del self._marks[0]
-                self._since_s = now_s
-
-    def first(self) -> tuple[str, float]:
-        """Return the operation before the first mark, and the time of the last progress; empty without marks."""
-        with self._lock:
-            return (self._marks[0][1], self._since_s) if self._marks else ("", 0.0)
-
-
 @dataclass(eq=False)
 class _Status:
     """The status of a rank, shared between its threads; values are replaced as a whole, which needs no lock."""
@@ -133,7 +106,7 @@ class _Status:
     detail: Callable[[BaseException], str] = lambda error: ""
     """Returns text to add to an error that ends this process."""
     pages: Pages = field(init=False)
-    marks: _Marks = field(default_factory=_Marks)
+    marks: Marks = field(default_factory=Marks)
     leads: bool = False
     """Whether this rank talks to the store for its host."""
     is_in_hurry: bool = False
@@ -278,6 +251,7 @@ class Watchdog:
         threads = [threading.Thread(target=run, args=(status,), daemon=True) for run in (_look_after, _speak)]
         for thread in threads:
             thread.start()
+        self._threads = threads
         # Also runs at exit: a thread that returns from the store during interpreter exit would abort the process.
         self.close = weakref.finalize(self, _end, self._status, threads, ErrorHook.of(self._status))
         """Ends the threads."""
@@ -309,6 +283,8 @@ class Watchdog:
     def mark(self) -> None:
         """Mark the stream of the device, if a wait was queued since the last mark."""
         if self._behind and self.record is not None:
+            if not self._status.marks.is_polled:
+                self._threads.append(self._status.marks.start_polling(self._status.stop, self._status.beat_s / HURRY))
             self._status.marks.add(self.record(), self._behind, time.monotonic())
         self._behind = ""
 
@@ -393,7 +369,6 @@ class _Near:
             # A gap in this rank's own checks means that this process was stopped, so it cannot judge others.
             self._heard, status.answered_s = {}, now_s
         self._last_s, self._beat = now_s, self._beat + 1
-        status.marks.look(now_s)
         if not status.stop.is_set():  # the last page of this rank says that it has ended
             status.pages.write(status.page(self._beat))
         living, has_news, hurries, suspects = [], False, False, {}

@@ -177,7 +177,11 @@ class Launched:
 
 
 def find_launch() -> Launched | None:
-    """Return the launcher's settings, None for one process; also make ranks of one host connect over loopback.
+    """Return the launcher's settings, None for one process; also set what communicators read from the environment.
+
+    Ranks of one host connect over loopback. NCCL 2.26 and later runs the collectives of several communicators, such as
+    gathers beside reductions, in the order in which the host issued them, which is the same on all ranks: without that,
+    two devices may run two of them in opposite orders, and hang.
 
     Raises:
         RuntimeError: a variable is missing or is not a number.
@@ -191,6 +195,7 @@ def find_launch() -> Launched | None:
             f"WORLD_SIZE is {world_size}, but {', '.join(missing)} is not set. Start the ranks with `torchrun "
             f"--nproc-per-node {world_size} your_script.py`, or unset WORLD_SIZE for one process."
         )
+    os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
     if read_int("LOCAL_WORLD_SIZE", 0) == world_size:
         # All ranks share this host: loopback always works; the host name may resolve to an unreachable address.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
