@@ -54,9 +54,7 @@ BOUNDED: Final = (
     "count as uncompressed, which is an upper bound. Pass the fraction of zeros in a ReLU's results as zeros=."
 )
 
-COPIED: Final = (
-    "The time has no copies of activations to the host and back, which may take longer than the computation."
-)
+COPIED: Final = "The time has no copies of activations to the host and back, which may take longer than computing."
 LEFT: Final = "Of ignored parameters only the values are counted: their gradients and optimizer are the caller's own."
 SHOWN_RANKS: Final = 16
 """Maximum number of shards that are shown separately."""
