@@ -3,8 +3,8 @@
     python -m benchmarks.gpu --output benchmarks/results/gpu.json   # CUDA; some minutes on one H100
     python -m benchmarks.gpu --device cpu --output gpu.json         # the script itself, with tiny sizes
 
-Owns what is compared on a GPU, and its result file. A test runs it on the CPU. Read `SECTIONS`
-first, then `measure_section`.
+Owns what is compared on a GPU, and its result file. A test runs it on the CPU. Read `SECTIONS` first, then
+`measure_section`.
 
 Note: emulated ranks
     NCCL refuses several ranks on one GPU. Here one process plays rank 0 of many: shards have the size that they would
@@ -46,12 +46,13 @@ from zeroshard.torch_groups import emulated_group
 from zeroshard.wire.nccl import NcclComm
 from zeroshard.wire.transports import make_comm
 
-__all__ = ["SECTIONS", "Entrant", "main"]
+__all__ = ["SECTIONS", "Entrant", "Nobody", "comm_of_many", "fake_ranks", "main", "rank_0_of"]
 
 LOSS_TOLERANCE: Final = 1e-2
 """By how much, of the first entrant's loss, another's may differ at one rank: bf16 has 8 bits. More is marked."""
 COMPARED_STEPS: Final = 5
-"""Recorded steps in which losses are compared. Atomic sums of kernels part even two runs of one entrant later."""
+"""Recorded steps in which losses are compared. Later, atomic sums in kernels make even two runs
+of one entrant differ."""
 
 
 @final
@@ -196,12 +197,17 @@ def build(entrant: Entrant, ranks: int, sizes: Sizes) -> Running:
         precision = "bf16" if entrant.has_masters else "fp32"  # the latter leaves a bf16 model as it is
         how = entrant.activations or None
         asked = Request(model, optimizer, stage=entrant.stage, activations=how, precision=precision)
-        where = torch.device("cuda", 0) if sizes.device == "cuda" else torch.device(sizes.device)
-        shard_over(asked, zs.Mesh(0, ranks, 0, where), _emulated if ranks > 1 else make_comm)
+        shard_over(asked, rank_0_of(ranks, sizes.device), comm_of_many if ranks > 1 else make_comm)
     return Running(model, optimizer)
 
 
-def _emulated(mesh: zs.Mesh, settings: zs.Settings, ledger: Ledger) -> NcclComm:
+def rank_0_of(ranks: int, device: str) -> zs.Mesh:
+    """Return the mesh of rank 0 of `ranks` on the first device of a kind."""
+    return zs.Mesh(0, ranks, 0, torch.device("cuda", 0) if device == "cuda" else torch.device(device))
+
+
+def comm_of_many(mesh: zs.Mesh, settings: zs.Settings, ledger: Ledger) -> NcclComm:
+    """Return the transport of a rank inside `fake_ranks`."""
     return NcclComm(Nobody(mesh, one_of_many()), ledger)  # type: ignore[arg-type]
 
 
@@ -451,7 +457,7 @@ def main(arguments: Sequence[str]) -> None:
         try:
             result["sections"].append(measure_section(section, sizes))
         except Exception as error:
-            # The other sections are measured all the same: time on the device is what there is least of.
+            # The other sections are measured all the same: device time is scarce.
             traceback.print_exc()
             result.setdefault("failed", {})[section.title] = f"{type(error).__name__}: {error}"
             write_result(options.output, result)

@@ -4,7 +4,7 @@
     python -m benchmarks.gpu_all --device cpu --minutes 5 --output all.json   # the script itself
 
 Owns the order of the parts and their time; each part is a command of its own, with its own file beside the output.
-The same command goes on with what is left. Read `PARTS` first.
+The same command resumes with the parts that are left. Read `PARTS` first.
 """
 
 import argparse
@@ -46,13 +46,12 @@ class Part:
 PARTS: Final = (
     Part("check", "benchmarks.gpu_check --jobs 8", "--out", 120),
     Part("ranks_8", "benchmarks.gpu --only 'rank 0 of 8' --steps 15", most_s=50),
-    Part("one_rank", "benchmarks.gpu --only one --steps 15", most_s=80),
     Part("ranks_64", "benchmarks.gpu --only 'rank 0 of 64' --steps 10", most_s=40),
+    Part("one_rank", "benchmarks.gpu --only one --steps 15", most_s=150),
     Part("optimizer", "benchmarks.gpu --only optimizer --steps 20", most_s=20),
     Part("offload", "benchmarks.gpu_offload --depths 16 --minutes 0.6", most_s=120, resumes=False),
-    Part("activations", "benchmarks.gpu --only activations --steps 10", most_s=120),
 )
-"""In the order of what they are worth."""
+"""In the order of their value. One rank includes the treatments of activations."""
 CPU: Final = {"offload": "benchmarks.gpu_offload --depths 1 --entrant 'zeroshard, states'"}
 """Commands that the CPU has no time or library for as they are."""
 

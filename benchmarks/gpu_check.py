@@ -41,9 +41,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import zeroshard as zs
-from benchmarks.gpu import Nobody, fake_ranks
+from benchmarks.gpu import comm_of_many, fake_ranks, rank_0_of
 from tools.emulated import Device, EmulatedLinks
-from tools.one_of_many import one_of_many
 from tools.shared_gpu import SharedDevice
 from zeroshard.handle import shard_over
 from zeroshard.setup.request import Request
@@ -434,8 +433,7 @@ def check_no_synchronization(job: Job) -> dict[str, Any]:
     tokens = torch.arange(2 * (LENGTH + 1), device=job.device).view(2, -1) % VOCABULARY
     with fake_ranks(job.ranks):
         asked = Request(model, optimizer, stage=job.stage, precision=job.precision)
-        mesh = zs.Mesh(0, job.ranks, 0, torch.device("cuda", 0) if job.device == "cuda" else torch.device("cpu"))
-        shard_over(asked, mesh, lambda *given: NcclComm(Nobody(given[0], one_of_many()), given[2]))  # type: ignore[arg-type]
+        shard_over(asked, rank_0_of(job.ranks, job.device), comm_of_many)
         try:
             for step in range(job.steps):
                 if step == job.steps // 2 and job.device == "cuda":
@@ -461,7 +459,7 @@ CHECKS: Final[tuple[Callable[[Job], dict[str, Any]], ...]] = (
 
 
 def plan(device: str, ranks: int, gpus: int) -> list[tuple[Callable[[Job], dict[str, Any]], Job]]:
-    """Return every check with the job that it runs, what says most first."""
+    """Return every check with the job that it runs, the most informative ones first."""
     both = [(stage, precision) for stage in STAGES for precision in DTYPES]
     planned = [(check_parity, Job(device, stage, "bf16", is_nccl=True)) for stage in STAGES]
     planned += [(check_parity, Job(device, stage, precision, n)) for n in (1, ranks) for stage, precision in both]

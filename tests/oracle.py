@@ -466,6 +466,14 @@ def _copied(value: Any) -> Any:
     return value
 
 
+def assert_close(found: Mapping[str, Any], plain: Mapping[str, Any], *numbers: str) -> None:
+    """Require these numbers of a run, and its "model", to be those of a plain run, but for rounding."""
+    for key in numbers:
+        assert found[key] == pytest.approx(plain[key], rel=1e-5), key
+    for name, value in found["model"].items():
+        torch.testing.assert_close(value, plain["model"][name], rtol=1e-5, atol=1e-6)
+
+
 def assert_same(expected: Any, actual: Any, where: str = "", relative: float = 0.0) -> None:
     """Require two observations to be equal, and name the first place where they are not.
 

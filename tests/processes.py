@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def state_of(process: int | str) -> str | None:
-    """Return the letter of a process's state ("R", "S", "T", "Z", ...), or None where no process has that number.
+    """Return the letter of a process's state ("R", "S", "T", "Z", ...), or None if there is no such process.
 
     A process that ends between the opening of its file and the reading raises ProcessLookupError.
     """

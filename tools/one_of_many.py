@@ -84,11 +84,11 @@ class OneOfMany(dist.ProcessGroup):  # type: ignore[misc]
     _allgather_base, _reduce_scatter_base = all_gather_single, reduce_scatter_single
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Issued:
-        """Leave what is there."""
+        """Leave the tensors as they are."""
         return self._issue(lambda: None)
 
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> Issued:
-        """Leave what is there."""
+        """Leave the tensors as they are."""
         return self._issue(lambda: None)
 
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Issued:

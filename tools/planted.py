@@ -625,7 +625,7 @@ ENGINE = (
     ),
     Bug(
         "a piece of a reduction is left out",
-        "wire/linked.py",
+        "wire/gloo.py",
         "for piece in pieces[1:])",
         "for piece in pieces[2:])",
         "tests/engine/test_constant_buffers.py::test_pieces_change_no_bit",

@@ -76,7 +76,7 @@ def host(mesh: Mesh, ledger: Ledger) -> Comm:
     return comm
 
 
-def native(mesh: Mesh, ledger: Ledger, wire_bytes: int = WIRE_BYTES) -> Comm:
+def native(mesh: Mesh, ledger: Ledger) -> Comm:
     DEVICES.append(Device(seed=mesh.rank))
     return NcclComm(EmulatedLinks(mesh, 20.0, 20.0, DEVICES[-1]), ledger)
 
@@ -93,10 +93,6 @@ def native_late(mesh: Mesh, ledger: Ledger) -> Comm:
     return comm
 
 
-def native_pieces(mesh: Mesh, ledger: Ledger) -> Comm:
-    return native(mesh, ledger, 1)
-
-
 DEVICES: list[Device] = []
 """The emulated devices of this process."""
 
@@ -107,7 +103,6 @@ MAKERS: dict[str, Callable[[Mesh, Ledger], Comm]] = {
     "native": native,
     "native at once": native_eager,
     "native as late as can be": native_late,
-    "native in pieces": native_pieces,
 }
 IN_RANK_ORDER = ("messages", "messages in pieces", "host")
 """Whose sums have an order that is known."""

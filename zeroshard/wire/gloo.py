@@ -10,7 +10,7 @@ Note: gloo
     later, so its bits do not depend on the order of arrival.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -79,7 +79,29 @@ class GlooComm(LinkedComm):
 
         # The first piece has a message from every rank, so all ranks know whether the other pieces follow.
         messages = (len(ranks) - 1) * (1 if codec.is_message(own) else 2)
-        return self.in_pieces(own.numel(), codec, messages, start)
+        return self._in_pieces(own.numel(), codec, messages, start)
+
+    def _encoded(self, values: Tensor, codec: Codec) -> Tensor:
+        """Return the message for values: the values themselves if possible, else a pooled buffer."""
+        if codec.is_message(values):
+            return values
+        message = self.pool.take(codec.message_numel(values.numel()), codec.dtype, values.device)
+        codec.encode(values, message)
+        return message
+
+    def _in_pieces(self, numel: int, codec: Codec, messages: int, start: Callable[[slice], Pending]) -> Pending:
+        """Start an exchange of `numel` elements per rank, in pieces of at most `wire_bytes`.
+
+        The first piece starts immediately, the others during the wait; if a rank is not ready, no other piece follows.
+
+        Args:
+            messages: as in `Wire.piece_numel`.
+            start: starts one piece.
+        """
+        size = max(1, self.wire.piece_numel(numel, codec.name, messages))
+        pieces = [slice(at, min(at + size, numel)) for at in range(0, max(1, numel), size)]
+        first = start(pieces[0])
+        return Pending(lambda: first.wait() and all(start(piece).wait() for piece in pieces[1:]))
 
     def _reduce_piece(
         self, chunks: Tensor | None, own: Tensor, ranks: Ranks, codec: Codec, scale: float, tag: Tag
@@ -92,7 +114,7 @@ class GlooComm(LinkedComm):
             given[0][:1].view(torch.uint8).fill_(255)
             sent = dict.fromkeys(taken, given[0])
         else:
-            sent = {peer: self.encoded(chunks[peer], codec) for peer in taken}
+            sent = {peer: self._encoded(chunks[peer], codec) for peer in taken}
             given = [] if codec.is_message(chunks) else list(sent.values())
             # Padding has arbitrary content, possibly the marker of an earlier use of the buffer.
             for chunk in filter(_is_marked, sent.values()):

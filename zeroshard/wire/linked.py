@@ -14,7 +14,6 @@ import torch.distributed as dist
 
 from zeroshard.table.trace import Ledger
 from zeroshard.table.wires import Wire
-from zeroshard.wire.codec import Codec
 from zeroshard.wire.comm import Channel, Comm, Pending, Tag, Vote, unexpanded
 from zeroshard.wire.links import CONTROL, PART, Links
 from zeroshard.wire.memory import Memory
@@ -53,28 +52,6 @@ class LinkedComm(Comm):
     def close(self) -> None:
         super().close()
         self.links.close()
-
-    def encoded(self, values: Tensor, codec: Codec) -> Tensor:
-        """Return the message for values: the values themselves if possible, else a pooled buffer."""
-        if codec.is_message(values):
-            return values
-        message = self.pool.take(codec.message_numel(values.numel()), codec.dtype, values.device)
-        codec.encode(values, message)
-        return message
-
-    def in_pieces(self, numel: int, codec: Codec, messages: int, start: Callable[[slice], Pending]) -> Pending:
-        """Start an exchange of `numel` elements per rank, in pieces of at most `wire_bytes`.
-
-        The first piece starts immediately, the others during the wait; if a rank is not ready, no other piece follows.
-
-        Args:
-            messages: as in `Wire.piece_numel`.
-            start: starts one piece.
-        """
-        size = max(1, self.wire.piece_numel(numel, codec.name, messages))
-        pieces = [slice(at, min(at + size, numel)) for at in range(0, max(1, numel), size)]
-        first = start(pieces[0])
-        return Pending(lambda: first.wait() and all(start(piece).wait() for piece in pieces[1:]))
 
     def call_before_waits(self, catch_up: Callable[[], None]) -> None:
         self.links.before_wait = catch_up
