@@ -41,6 +41,7 @@ lint: $(STAMP)
 
 check: lint
 	$(VENV)/bin/pytest tests/contract
+	$(VENV)/bin/python -m tools.ages
 
 # Chromium of Debian or Ubuntu, for the tests of the report page; they are skipped where it is missing.
 browser:
