@@ -200,18 +200,23 @@ CASES: Mapping[str, Case] = {
 # -- runs and comparisons ---------------------------------------------------------------------------------------------
 
 
-def train(name: str, job: Job) -> Found:
-    """Run a job on this rank."""
+def train(name: str, job: Job) -> tuple[Found, float]:
+    """Run a job on this rank; return what it found, and its seconds."""
     rank = int(os.environ["RANK"])
     if job.killed_in_s and rank == job.killed_rank:
         timer = threading.Timer(job.killed_in_s, os.kill, (os.getpid(), signal.SIGKILL))
         timer.daemon = True
         timer.start()
     torch.manual_seed(0)
-    return CASES[name].train(job)
+    begin_s = time.monotonic()
+    return CASES[name].train(job), time.monotonic() - begin_s
 
 
 def _run(name: str, job: Job) -> list[Found]:
+    return [found for found, _ in _run_timed(name, job)]
+
+
+def _run_timed(name: str, job: Job) -> list[tuple[Found, float]]:
     if name in ("grpo", "rloo"):  # their trainers read the reference from a folder
         job.folder.parent.mkdir(parents=True, exist_ok=True)
         test_trl.built().save_pretrained(job.folder.parent / "start")
@@ -297,10 +302,9 @@ def _resume_after(name: str, killed: Job, whole: Sequence[Found]) -> float | str
 
 def _kill_often(name: str, folder: Path, job: Job, whole: Sequence[Found], kills: int) -> dict[str, Any]:
     """Kill a rank at a random moment of each start, and resume, until so many kills; trainings end in between."""
-    rng, begin_s = random.Random(name), time.monotonic()
+    rng, number = random.Random(name), 0
     told: dict[str, Any] = {"kills": 0, "ended": 0, "lost": 0, "errors": []}
-    _run(name, replace(job, folder=folder / "timed"))
-    whole_s, number = time.monotonic() - begin_s, 0
+    whole_s = max(took_s for _, took_s in _run_timed(name, replace(job, folder=folder / "timed")))
     while told["kills"] < kills:
         killed = replace(job, folder=folder / f"kills-{number}", resumes=True)
         for _ in range(3):
