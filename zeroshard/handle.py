@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import logging
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -27,8 +28,6 @@ from zeroshard.checkpoint.load import Loaded, load
 from zeroshard.checkpoint.save import Saver
 from zeroshard.core.engine import Engine
 from zeroshard.core.norms import norms_of
-from zeroshard.core.parameter import PlainForm
-from zeroshard.core.slot import Form
 from zeroshard.core.states import Scope, Sum
 from zeroshard.core.undo import DETACHED
 from zeroshard.core.unit import Unit
@@ -41,10 +40,10 @@ from zeroshard.describe.treatments import ActivationsLike
 from zeroshard.join.start import accepted_by_all, everybody_at, told_to_others
 from zeroshard.optim.admission import check_optimizers
 from zeroshard.optim.keeps import kept_by
-from zeroshard.outer.islands import Islands
 from zeroshard.outer.options import Outer
 from zeroshard.outer.start import Start
 from zeroshard.parallel.alike import watch_axis
+from zeroshard.parallel.forms import choose_forms
 from zeroshard.parallel.pipe import check_callers, check_places, norms_over, set_parts_apart
 from zeroshard.parallel.standins import StandIns
 from zeroshard.report.profile import Profile
@@ -220,7 +219,7 @@ def shard_over(
         # A collective: every rank calls it, whatever its arguments.
         room_bytes = free_bytes(domain, settings, asked.model)
         with accepted_by_all(launch, "zs.shard()"):
-            described = describe(dataclasses.replace(asked, room_bytes=room_bytes), domain, _forms_of)
+            described = describe(dataclasses.replace(asked, room_bytes=room_bytes), domain, choose_forms)
             start.check(described)
         check_mesh(described.mesh if start.across is None else launch)
         comm = make_comm(described.mesh, settings, ledger)
@@ -256,22 +255,6 @@ def shard_over(
     warn_if_whole(described.mesh, engine.units, described.plans)
     accelerate_private.mark(described.model, zero.no_sync, engine.undo.put)
     return zero
-
-
-def _forms_of(model: nn.Module, mesh: Mesh, has_ignored: bool) -> Mapping[int, Form]:
-    """Return the form (plain tensor or DTensor) of each parameter, by identity.
-
-    Args:
-        has_ignored: whether ignored parameters exist. Their gradients are local to a rank, so the gradients of the
-            others must be logical at each stage.
-    """
-    if len(mesh.tensor_ranks) == 1:
-        plain = PlainForm(has_axis=(has_ignored and mesh.world_size > 1) or mesh.pipe is not None)
-        return dict.fromkeys(map(id, model.parameters()), plain)
-    # torch's DTensor takes half a second to import.
-    from zeroshard.parallel.tensor import forms_of
-
-    return forms_of(model, mesh)
 
 
 @final
@@ -635,6 +618,8 @@ class Zero:
             raise RuntimeError(f"{self.mesh} zero.detach() inside swapped() of an average: leave the context first.")
         self._saver.wait("zero.detach()")
         detach(self._engine, self._sharded, self._dtypes, to=to, dtype=dtype, room_bytes=self._settings.device_bytes)
+        if self._islands is not None:
+            self._islands.close()
         vars(self).clear()
 
     def save(
@@ -741,7 +726,8 @@ class Zero:
         """Compare the replicated parameters and states of all ranks, to detect silent data corruption.
 
         Ranks along an axis "tensor" also compare buffers, and what they hold alike of sharded state. The cost is one
-        read of the replicated values; fully sharded state has none. Call it every few hundred steps.
+        read of the replicated values; fully sharded state has none. Call it every few hundred steps. Islands compare
+        anchors, outer states, and parameters that have made no step since their exchange.
 
         Raises:
             RankMismatchError: on every rank, with the first parameter or state that differs.
@@ -758,6 +744,8 @@ class Zero:
         ```
         """
         check_copies(self._engine, self._model, self._sharded)
+        if self._islands is not None:
+            self._islands.check_copies()
 
     def agree(self, value: bool, what: str = "") -> bool:
         """Return whether `value` is true on all ranks, for decisions that depend on local data, clocks or signals.
@@ -833,7 +821,8 @@ class Zero:
 
     def memory(self) -> Memory:
         """Return the bytes that this rank holds: current, peak and predicted."""
-        return count_averages(accounting.measure(self._engine, self._sharded), self._averages)
+        found = count_averages(accounting.measure(self._engine, self._sharded), self._averages)
+        return found if self._islands is None else self._islands.counted(found)
 
     def profile(self) -> Profile:
         """Return a context manager that measures where the time of steps goes on this rank: see `zs.Profile`.
@@ -861,7 +850,9 @@ class Zero:
         """Return the bytes that this rank has sent, and the predicted bytes of a step with one micro-batch."""
         order = self._engine.order
         per_step = accounting.predict_step_bytes(self._engine.units, self._sharded)
-        return Traffic(dict(self._engine.comm.sent_bytes), per_step, order.history.made)
+        sent = Counter(self._engine.comm.sent_bytes)
+        sent.update({} if self._islands is None else self._islands.sent_bytes())
+        return Traffic(dict(sent), per_step, order.history.made)
 
 
 def _describe(handle: "weakref.ref[Zero]", error: BaseException) -> str:

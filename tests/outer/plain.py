@@ -19,6 +19,9 @@ from tests.oracle import randn
 
 Made = Callable[[Sequence[Tensor]], torch.optim.Optimizer]
 Values = dict[str, Tensor]
+Layout = list[tuple[int, list[tuple[str, int, int, int]]]]
+"""For each fragment: elements that a rank exchanges, and of each parameter its name, the first of its elements that are
+among them, where they begin, and where they end."""
 
 
 def nesterov(parameters: Sequence[Tensor]) -> torch.optim.Optimizer:
@@ -51,7 +54,7 @@ def mesh_of(islands: int) -> DeviceMesh:
 def sharded(islands: int, steps: int, stage: int, shared: bool, outer: Mapping[str, Any], **options: Any) -> Any:
     """Train on islands; return the parameters of this rank's island after each step, and after `finish()`.
 
-    The last value is the names of each fragment's parameters.
+    The last value is where the elements of parameters lie in what this rank exchanges; see `Layout`.
     """
     dtype = options.pop("dtype", torch.float64)
     model = build(dtype)
@@ -59,7 +62,7 @@ def sharded(islands: int, steps: int, stage: int, shared: bool, outer: Mapping[s
     settings = zs.Settings(shared_memory=shared, watchdog_s=60.0)
     mesh = mesh_of(islands)
     zero = zs.shard(model, optimizer, stage=stage, mesh=mesh, settings=settings, outer=zs.Outer(**outer), **options)
-    names = [[slot.name for unit in one.units for slot in unit.slots] for one in zero._islands.fragments]  # type: ignore[union-attr]
+    layout = layout_of(zero)
     found = []
     for step in range(steps):
         loss_of(model, step, dist.get_rank(), dtype).backward()
@@ -68,7 +71,22 @@ def sharded(islands: int, steps: int, stage: int, shared: bool, outer: Mapping[s
         found.append(whole(zero, model))
     zero.finish()
     zero.check_copies()
-    return [*found, whole(zero, model)], names
+    return [*found, whole(zero, model)], layout
+
+
+def layout_of(zero: zs.Zero) -> Layout:
+    """Return where the elements of parameters lie in what this rank exchanges."""
+    found: Layout = []
+    assert zero._islands is not None
+    for fragment in zero._islands.fragments:
+        rows = []
+        for part in fragment.parts:
+            for slot, start, stop in part.slices():
+                bucket = part.bucket
+                first = bucket.layout.overlap(slot.index, *bucket.spec.shard)[0] - bucket.layout.offsets[slot.index]
+                rows.append((slot.name, first, start, stop))
+        found.append((fragment.numel, rows))
+    return found
 
 
 def whole(zero: zs.Zero, model: nn.Module) -> Values:
@@ -81,7 +99,7 @@ def plain(
     islands: int,
     ranks: int,
     steps: int,
-    names: Sequence[Sequence[str]],
+    layouts: Sequence[Layout],
     *,
     every: int,
     optimizer: Any = "average",
@@ -89,30 +107,45 @@ def plain(
     delay: int = 0,
     mix: float = 0.0,
     dtype: torch.dtype = torch.float64,
+    bits: int = 32,
+    memory: str = "device",
     inner: Made = adamw,
 ) -> list[list[Values]]:
-    """Train K copies in one process; return for each island the parameters after each step, and after the last exchange.
+    """Train K copies in one process; return for each island the parameters after each step, and after `finish()`.
 
     Args:
         ranks: number of ranks of an island, each with its own batch.
-        names: the names of each fragment's parameters.
+        layouts: of each rank of an island.
+        memory: where anchors are, which changes nothing.
     """
     first = build(dtype)
     copies = [copy.deepcopy(first) for _ in range(islands)]
     optimizers = [inner(model.parameters()) for model in copies]
     held = [dict(model.named_parameters()) for model in copies]
     anchors = {name: nn.Parameter(p.detach().clone()) for name, p in first.named_parameters()}
+    names = [list(dict.fromkeys(row[0] for layout in layouts for row in layout[f][1])) for f in range(fragments)]
+    lost = [[[torch.zeros(numel, dtype=dtype) for numel, _ in layout] for layout in layouts] for _ in copies]
     outers = [None if optimizer == "average" else optimizer([anchors[name] for name in part]) for part in names]
     sent: Values = {}
 
     @torch.no_grad()
     def begin(fragment: int) -> None:
         for name in names[fragment]:
-            changes = [one[name] - anchors[name] for one in held]
-            total = changes[0]
-            for change in changes[1:]:
-                total = total + change
-            sent[name] = total * (1.0 / islands)
+            sent[name] = torch.zeros_like(anchors[name])
+        for rank, layout in enumerate(layouts):
+            numel, rows = layout[fragment]
+            total = torch.zeros(numel, dtype=dtype)
+            for island, one in enumerate(held):
+                change = torch.zeros(numel, dtype=dtype)
+                for name, first, start, stop in rows:
+                    whole_change = (one[name] - anchors[name]).flatten()
+                    change[start:stop] = whole_change[first : first + stop - start]
+                change += lost[island][rank][fragment]
+                told = change if bits == 32 else rounded(change, bits)
+                lost[island][rank][fragment] = change - told
+                total = total + told
+            for name, first, start, stop in rows:
+                sent[name].view(-1)[first : first + stop - start] = (total * (1.0 / islands))[start:stop]
 
     @torch.no_grad()
     def end(fragment: int, own: float) -> None:
@@ -152,3 +185,15 @@ def plain(
     for island, one in enumerate(held):
         found[island].append({name: p.detach().clone() for name, p in one.items()})
     return found
+
+
+def rounded(change: Tensor, bits: int) -> Tensor:
+    """Return a change as other islands read it: integers times one fp32 scale for each 256 elements."""
+    assert len(change) <= 65536, "the models of these tests are small"
+    most, told = 2 ** (bits - 1) - 1, torch.zeros_like(change)
+    for start in range(0, len(change), 256):
+        block = change[start : start + 256].float()
+        scale = block.abs().max() / most
+        if scale > 0:
+            told[start : start + 256] = (block * (1.0 / scale)).round().to(change.dtype) * scale.to(change.dtype)
+    return told

@@ -3,10 +3,10 @@
 Owns the messages. It must not know when an exchange begins or ends. Read `formula.py` first.
 
 Note: messages
-    Where a transport cannot add what is encoded, and between two islands, every rank sends its message to each of its
-    counterparts on the other islands (an all-gather), and each adds all of them in the order of islands. Of more islands
-    and changes that are not rounded, each adds up a part, and the sums are gathered: fewer bytes, and the same bits
-    where the transport adds in rank order. A vote goes with the messages: which step, and which exchange.
+    Between two islands, and where changes are rounded to few bits, every rank sends its message to each of its
+    counterparts on the other islands (an all-gather), and each adds all of them in the order of islands. If there are
+    more islands and changes are not rounded, each adds up a part, and the sums are gathered: fewer bytes, and the same
+    bits where the transport adds in rank order. A vote goes with the messages: which step, and which exchange.
 """
 
 from collections.abc import Callable, Sequence

@@ -4,10 +4,9 @@ Owns the division of units into fragments, this rank's part of each, and the mem
 what rounding lost. It must not know messages or steps. Read `formula.py` and `core/buffer.py` first.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from types import MappingProxyType
 from typing import final
 
 import torch
@@ -18,8 +17,7 @@ from zeroshard.core.slot import Slot, slot_of
 from zeroshard.core.unit import Unit
 from zeroshard.outer import formula
 from zeroshard.outer.options import Outer
-from zeroshard.store.stores import DeviceStore, HostStore, Store
-from zeroshard.table.cells import Place
+from zeroshard.store.stores import MEMORIES, DeviceStore, Store
 from zeroshard.table.pipeline import balanced
 from zeroshard.table.spec import itemsize
 from zeroshard.wire.codec import Codec
@@ -29,15 +27,12 @@ from zeroshard.wire.transports import codec_of
 __all__ = ["Fragment", "Part", "fragments_of", "store_of"]
 
 Tensor = torch.Tensor
-STORES: Mapping[str, Callable[[torch.device, Place], Store]] = MappingProxyType(
-    {"device": lambda device, place: DeviceStore(device), "host": HostStore}
-)
-"""The memories of `Outer(memory=)`."""
 
 
 def store_of(options: Outer, device: torch.device) -> Store:
     """Return the memory of anchors, outer states and what rounding lost."""
-    return STORES[options.memory](device, Place())
+    far = MEMORIES.get(options.cell.memory)
+    return DeviceStore(device) if far is None else far(device, options.cell.place)
 
 
 @final

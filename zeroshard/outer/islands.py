@@ -11,17 +11,23 @@ Note: steps and exchanges
     exchanges islands send each other nothing.
 """
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any, final
 
 import torch
 
 from zeroshard.core.engine import Engine
+from zeroshard.optim.keeps import state_cost
 from zeroshard.outer import formula
 from zeroshard.outer.exchange import Exchange, is_finite
 from zeroshard.outer.fragments import Fragment, fragments_of, store_of
 from zeroshard.outer.options import Outer
+from zeroshard.table.bytes import add_bytes
+from zeroshard.table.errors import RankMismatchError
+from zeroshard.table.trace import Memory
 from zeroshard.update.optimizer import ShardedOptimizer
+from zeroshard.whole.copies import sum_bits
 from zeroshard.wire.comm import Comm
 
 __all__ = ["Islands"]
@@ -117,6 +123,70 @@ class Islands:
             if fragment.exchanged_at != self.steps:
                 self.begin(fragment)
                 self.end(0.0)
+
+    def states(self) -> list[Tensor]:
+        """Return the tensors that islands keep besides the engine's state, beginning with the anchors."""
+        found = [fragment.anchor.data for fragment in self.fragments]
+        found += [fragment.lost for fragment in self.fragments if fragment.lost is not None]
+        held = self.optimizer.state.values() if self.optimizer is not None else ()
+        return found + [value for state in held for value in state.values() if isinstance(value, Tensor)]
+
+    def counted(self, memory: Memory) -> Memory:
+        """Return `memory` with anchors, outer states and what rounding lost."""
+        now, cost = sum(one.nbytes for one in self.states()), 0
+        if self.optimizer is not None and (found := state_cost(self.optimizer)) is not None:
+            cost = found[0]
+        kept = [(fragment.anchor.nbytes, fragment.lost is not None) for fragment in self.fragments]
+        later = max(now, sum(nbytes * (1 + cost + has_lost) for nbytes, has_lost in kept))
+
+        def more(columns: Mapping[str, int], nbytes: int) -> dict[str, int]:
+            counted = Counter(columns)
+            add_bytes(counted, "states", self.options.cell, (nbytes, 0))
+            return dict(counted)
+
+        columns = zip(
+            (memory.resident_bytes, memory.peak_bytes, memory.predicted_bytes), (now, now, later), strict=True
+        )
+        return Memory(*(more(*one) for one in columns))
+
+    def sent_bytes(self) -> Counter[str]:
+        """Return the bytes that this rank has sent to its counterparts on other islands, by kind as in `Traffic`."""
+        sent = Counter(self.comm.sent_bytes)
+        apart = {kind: sent[kind] for kind in ("agree", "start", "state")}
+        return Counter({**apart, "replicate": sent.total() - sum(apart.values())})
+
+    def check_copies(self) -> None:
+        """Raise on every rank of all islands unless what islands have in common is equal, bit for bit.
+
+        These are anchors and outer states, and parameters that have made no step since they were exchanged.
+
+        Raises:
+            RankMismatchError: they differ; the text names the fragment.
+
+        Collective: an all-gather of 8 bytes for each tensor over islands, and agreements; every rank must call.
+        """
+        engine, named = self._engine, list[tuple[str, Tensor]]()
+        engine.leave_passes("check_copies()")
+        for fragment in self.fragments:
+            named.append((f"the anchors of {fragment}", fragment.anchor.data))
+            state = self.optimizer.state.get(fragment.anchor, {}) if self.optimizer is not None else {}
+            named += [(f"{key} of {fragment}", state[key]) for key in sorted(state) if isinstance(state[key], Tensor)]
+            if fragment.exchanged_at == self.steps:
+                named += [(f"the parameters of {part.bucket.spec.name}", part.values()) for part in fragment.parts]
+        what, mesh = "the comparison of islands", self.comm.mesh
+        numbers = [number for one in (self.steps, len(named)) for number in (one, -one)]
+        low = self.comm.agree(numbers, what)
+        failure = "" if low == [self.steps, -self.steps, len(named), -len(named)] else "The islands' steps differ."
+        sums = torch.stack([sum_bits(one).to(mesh.device) for _, one in named])
+        if not failure and (differs := (rows := self.comm.collect(sums, what)) != rows[0]).any():
+            first = int(differs.any(0).nonzero()[0])
+            held = mesh.lines([f"{value & 2**64 - 1:016x}" for value in rows[:, first].tolist()])
+            failure = f"Islands no longer have equal values of {named[first][0]}; sums of their bits:\n{held}"
+        if not engine.order.barrier(what, int(not failure))[0]:
+            raise RankMismatchError(
+                f"{engine.mesh} {failure or 'Islands have different values at another rank, whose error names them.'}\n"
+                "Memory or a kernel of a rank failed, or user code changed parameters on one island. Load a checkpoint."
+            )
 
     def close(self) -> None:
         """End the connections, when no rank uses them any more."""

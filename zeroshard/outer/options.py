@@ -5,14 +5,18 @@ Owns the options of `zs.shard(outer=)`. It must not know ranks or engines.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Literal, final
 
 import torch
 
+from zeroshard.table.cells import Cell, Elsewhere, Place, Sharded
+
 __all__ = ["Outer"]
 
 AVERAGE = "average"
-MEMORIES = ("device", "host")
+CELLS = MappingProxyType({"device": Sharded(), "host": Elsewhere(Sharded(), Place("host"))})
+"""The cells of what islands keep besides the engine's state, by `Outer(memory=)`."""
 BITS = (32, 8, 4)
 
 
@@ -67,6 +71,11 @@ class Outer:
         """Number of steps from the end of one exchange to the end of the next."""
         return self.every // self.fragments
 
+    @property
+    def cell(self) -> Cell:
+        """The cell of anchors, outer states and what rounding lost: each rank has its shard."""
+        return CELLS[self.memory]
+
     def check(self) -> None:
         """Raise unless the options have a meaning.
 
@@ -94,8 +103,8 @@ class Outer:
             )
         if isinstance(self.bits, bool) or self.bits not in BITS:
             raise ValueError(f"Outer(bits=) must be one of {BITS}; got {self.bits!r}.")
-        if self.memory not in MEMORIES:
-            raise ValueError(f"Outer(memory=) must be one of {MEMORIES}; got {self.memory!r}.")
+        if self.memory not in CELLS:
+            raise ValueError(f"Outer(memory=) must be one of {tuple(CELLS)}; got {self.memory!r}.")
         if self.optimizer != AVERAGE and not callable(self.optimizer):
             raise TypeError(
                 f"Outer(optimizer=) must be {AVERAGE!r} or a function that returns an optimizer of a list of "
