@@ -24,6 +24,7 @@ from zeroshard.account.exhaustion import describe_exhaustion, is_exhaustion
 from zeroshard.account.summary import summarize, warn_if_whole
 from zeroshard.activations import recompute_units, treatment_of
 from zeroshard.arguments import refuse_others
+from zeroshard.checkpoint.islands import load_islands
 from zeroshard.checkpoint.load import Loaded, load
 from zeroshard.checkpoint.save import Saver
 from zeroshard.core.engine import Engine
@@ -286,8 +287,8 @@ class Zero:
         self._chosen = [described.chosen] if described.chosen else []
         if described.chosen and engine.mesh.rank == 0:
             logging.getLogger(__name__).info(described.chosen)
-        self._saver = Saver(engine, described.model, self._sharded)
         self._islands = start.islands(engine, described.model, self._sharded)
+        self._saver = Saver(engine, described.model, self._sharded, self._islands)
         self._averages: weakref.WeakSet[Average] = weakref.WeakSet()
         self.residency = described.row
         """The row of the residency table."""
@@ -720,7 +721,8 @@ class Zero:
                 "beginning then: `if (path := zs.latest(folder)) is not None: zero.load(path)`."
             )
         self._saver.wait("zero.load()")
-        return load(self._engine, self._model, self._sharded, path, only_model=only_model, cast=cast)
+        start = load if self._islands is None else functools.partial(load_islands, islands=self._islands)
+        return start(self._engine, self._model, self._sharded, path, only_model=only_model, cast=cast)
 
     def check_copies(self) -> None:
         """Compare the replicated parameters and states of all ranks, to detect silent data corruption.

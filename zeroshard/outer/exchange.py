@@ -10,6 +10,7 @@ Note: messages
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import final
 
 import torch
@@ -19,7 +20,7 @@ from zeroshard.outer.fragments import Fragment
 from zeroshard.table.errors import RankMismatchError
 from zeroshard.wire.comm import Channel, Comm, Pending, Tag, Vote
 
-__all__ = ["Exchange"]
+__all__ = ["Arrived", "Exchange", "is_finite"]
 
 Tensor = torch.Tensor
 
@@ -100,6 +101,26 @@ class Exchange:
                 )
             self._mean = self._finish().to(self.fragment.anchor.device)
         return self._mean
+
+
+@final
+@dataclass(frozen=True)
+class Arrived:
+    """An exchange that has begun before a checkpoint was saved, with its result.
+
+    Args:
+        what: description for errors.
+        result: (numel,), the mean change.
+    """
+
+    fragment: Fragment
+    step: int
+    what: str
+    result: Tensor
+
+    def mean(self) -> Tensor:
+        """See `Exchange`."""
+        return self.result
 
 
 def is_finite(tensors: Sequence[Tensor]) -> bool:

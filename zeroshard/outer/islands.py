@@ -20,7 +20,7 @@ import torch
 from zeroshard.core.engine import Engine
 from zeroshard.optim.keeps import state_cost
 from zeroshard.outer import formula
-from zeroshard.outer.exchange import Exchange, is_finite
+from zeroshard.outer.exchange import Arrived, Exchange, is_finite
 from zeroshard.outer.fragments import Fragment, fragments_of, store_of
 from zeroshard.outer.options import Outer
 from zeroshard.table.bytes import add_bytes
@@ -54,7 +54,7 @@ class Islands:
         """The outer optimizer; None for the average."""
         self.steps, self.exchanges = 0, 0
         """Steps so far, skipped ones included, and exchanges so far; equal on all islands at an exchange."""
-        self.under_way: Exchange | None = None
+        self.under_way: Exchange | Arrived | None = None
         self._seen = 0
 
     def follow(self, one: ShardedOptimizer) -> None:
@@ -123,6 +123,26 @@ class Islands:
             if fragment.exchanged_at != self.steps:
                 self.begin(fragment)
                 self.end(0.0)
+
+    @property
+    def device(self) -> torch.device:
+        """The rank's device."""
+        return self._engine.mesh.device
+
+    def settle(self) -> None:
+        """Wait for the messages of an exchange that is under way, if any, which then still ends at its own step."""
+        if self.under_way is not None:
+            self.under_way.mean()
+
+    def restart(self, steps: int, exchanges: int, under_way: Arrived | None) -> None:
+        """Continue as a checkpoint says.
+
+        Args:
+            steps, exchanges: see `__init__`.
+            under_way: an exchange that had begun.
+        """
+        self.steps, self.exchanges, self.under_way = steps, exchanges, under_way
+        self._seen = self.count()
 
     def states(self) -> list[Tensor]:
         """Return the tensors that islands keep besides the engine's state, beginning with the anchors."""
