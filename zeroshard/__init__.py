@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from zeroshard.handle import Zero, shard
     from zeroshard.join.arrival import ends_by_signal
     from zeroshard.join.start import init, texts_across_ranks
+    from zeroshard.outer.options import Outer
     from zeroshard.pipes import Pipeline, pipeline
     from zeroshard.plan.machine.hardware import Device
     from zeroshard.plan.machine.profiles import device_for, host_device
@@ -50,6 +51,7 @@ __all__ = [
     "Mesh",
     "Offload",
     "Offloaded",
+    "Outer",
     "Partitioned",
     "Pipeline",
     "Plan",
@@ -99,6 +101,7 @@ _MODULES = MappingProxyType(
         "Mesh": "zeroshard.wire.mesh",
         "Offload": "zeroshard.describe.offload",
         "Offloaded": "zeroshard.table.activations",
+        "Outer": "zeroshard.outer.options",
         "Partitioned": "zeroshard.table.activations",
         "Pipeline": "zeroshard.pipes",
         "Plan": "zeroshard.plan.result",

@@ -8,11 +8,11 @@ import dataclasses
 import functools
 import logging
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, Literal, ParamSpec, TypeVar, final
+from typing import Any, Literal, final
 
 import torch
 from torch import nn
@@ -23,12 +23,12 @@ from zeroshard.account import accounting
 from zeroshard.account.exhaustion import describe_exhaustion, is_exhaustion
 from zeroshard.account.summary import summarize, warn_if_whole
 from zeroshard.activations import recompute_units, treatment_of
+from zeroshard.arguments import refuse_others
+from zeroshard.checkpoint.islands import load_islands
 from zeroshard.checkpoint.load import Loaded, load
 from zeroshard.checkpoint.save import Saver
 from zeroshard.core.engine import Engine
 from zeroshard.core.norms import norms_of
-from zeroshard.core.parameter import PlainForm
-from zeroshard.core.slot import Form
 from zeroshard.core.states import Scope, Sum
 from zeroshard.core.undo import DETACHED
 from zeroshard.core.unit import Unit
@@ -41,7 +41,10 @@ from zeroshard.describe.treatments import ActivationsLike
 from zeroshard.join.start import accepted_by_all, everybody_at, told_to_others
 from zeroshard.optim.admission import check_optimizers
 from zeroshard.optim.keeps import kept_by
+from zeroshard.outer.options import Outer
+from zeroshard.outer.start import Start
 from zeroshard.parallel.alike import watch_axis
+from zeroshard.parallel.forms import choose_forms
 from zeroshard.parallel.pipe import check_callers, check_places, norms_over, set_parts_apart
 from zeroshard.parallel.standins import StandIns
 from zeroshard.report.profile import Profile
@@ -74,8 +77,6 @@ from zeroshard.wire.transports import make_comm
 
 __all__ = ["Zero", "shard", "shard_over"]
 
-_P = ParamSpec("_P")
-_T = TypeVar("_T")
 MakeComm = Callable[[Mesh, Settings, Ledger], Comm]
 """Creates the communicator of a mesh; every rank calls it at the same time."""
 
@@ -83,37 +84,9 @@ _HABIT = (
     "zs.shard() shards the model in place and returns a handle: write `zero = zs.shard(model, optimizer)` and keep "
     "using `model`."
 )
-OLD = MappingProxyType(
-    {
-        "cut": "shards are cut anywhere; leave it out",
-        "replicas": "write mesh=2 for two copies",
-        "init_fn": "write weights=function",
-    }
-)
-"""Removed arguments and their replacements; arguments that became fields of `Settings` are not listed."""
 
 
-def _refuse_others(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Wrap a function to reject removed arguments, those of other libraries, and libraries that shard, too."""
-
-    @functools.wraps(function)
-    def call(*args: _P.args, **options: _P.kwargs) -> _T:
-        fields = {field.name: f"write settings=zs.Settings({field.name}=...)" for field in dataclasses.fields(Settings)}
-        known = {**peers.ARGUMENTS, **fields, **OLD}
-        for name in options.keys() & known.keys():
-            raise TypeError(f"shard() has no argument {name}=: {known[name]}.")
-        if len(args) > 2:
-            raise TypeError(
-                "shard() takes the model and its optimizer by position and all else by name, such as stage=3; got a "
-                f"third argument, of type {type(args[2]).__name__}. {peers.SEE[0].upper()}{peers.SEE[1:]}."
-            )
-        accelerate_private.refuse_plugins()
-        return function(*args, **options)
-
-    return call
-
-
-@_refuse_others
+@refuse_others
 def shard(
     model: nn.Module,
     optimizer: Optimizers = None,
@@ -128,6 +101,7 @@ def shard(
     units: Sequence[object] | None = None,
     mesh: DeviceMesh | int | None = None,
     reduction: Literal["mean", "sum"] | float = "mean",
+    outer: Outer | None = None,
     weights: str | Path | InitFn | None = None,
     settings: Settings = Settings(),  # noqa: B008 (frozen)
 ) -> "Zero":
@@ -172,6 +146,8 @@ def shard(
             launch, in any order; the other ranks do not call, and rank 0 is then its first rank (docs/meshes.md).
         reduction: how gradients are reduced over ranks: "mean", as in data parallelism, "sum", for losses weighted by
             tokens, or a divisor of the sum.
+        outer: with a mesh that has an axis "replicate" (or `mesh=2`), its places become islands: each trains by itself,
+            and they exchange what they learned as a `zs.Outer` says, instead of gradients in each step (docs/outer.md).
         weights: the source of values for a model on the meta device: a function that initializes the tensors of one
             module, or a directory of safetensors files with the model's parameter names or, for a model of
             Transformers, the names of its published files. Every rank must see the directory; rank 0 reads it slice by
@@ -221,36 +197,46 @@ def shard(
         weights,
         settings,
     )
-    return shard_over(asked, current_mesh(place_of(model)), make_comm)
+    return shard_over(asked, current_mesh(place_of(model)), make_comm, outer=outer)
 
 
-def shard_over(asked: Request, joined: Mesh, make_comm: MakeComm, *, draws_alike: bool = False) -> "Zero":
+def shard_over(
+    asked: Request, joined: Mesh, make_comm: MakeComm, *, draws_alike: bool = False, outer: Outer | None = None
+) -> "Zero":
     """Shard a model over a communicator that the caller creates: describe, check, build, wire.
 
     Args:
         draws_alike: whether places of a pipe draw equal first values for what they have in common.
+        outer: how islands exchange what they learned.
 
     Collective: as `shard()`.
     """
     settings, ledger = asked.settings if isinstance(asked.settings, Settings) else Settings(), Ledger()
     with told_to_others(joined):
-        domain = domain_of(joined, asked.mesh)
-    with everybody_at("zs.shard()", domain, settings.watchdog_s, settings.heartbeat_s):
+        start = Start(outer, asked.mesh, domain_of(joined, asked.mesh))
+    asked, domain, launch = dataclasses.replace(asked, mesh=start.asked), start.own, start.launch
+    by_messages = dataclasses.replace(settings, shared_memory=False)
+    with everybody_at("zs.shard()", launch, settings.watchdog_s, settings.heartbeat_s):
         # A collective: every rank calls it, whatever its arguments.
         room_bytes = free_bytes(domain, settings, asked.model)
-        with accepted_by_all(domain, "zs.shard()"):
-            described = describe(dataclasses.replace(asked, room_bytes=room_bytes), domain, _forms_of)
-        check_mesh(described.mesh)
+        with accepted_by_all(launch, "zs.shard()"):
+            described = describe(dataclasses.replace(asked, room_bytes=room_bytes), domain, choose_forms)
+            start.check(described)
+        check_mesh(described.mesh if start.across is None else launch)
         comm = make_comm(described.mesh, settings, ledger)
         if (pipe := described.mesh.pipe) is not None:
-            comm.span(make_comm(pipe, dataclasses.replace(settings, shared_memory=False), Ledger()))
+            comm.span(make_comm(pipe, by_messages, Ledger()))
+        if start.across is not None:
+            start.connect(make_comm(start.across, by_messages, Ledger()))
     elsewhere = frozenset[str]()
     if pipe is None:
-        check_equal(described.mesh, comm, facts_of(described, VERSION))
+        with start.together():
+            check_equal(described.mesh, comm, facts := facts_of(described, VERSION))
+        start.compare(facts)
     else:
         elsewhere = check_places(described, comm, VERSION, draws_alike=draws_alike)
     check_torch()
-    with accepted_by_all(described.mesh.across, "zs.shard()"):
+    with accepted_by_all(launch, "zs.shard()"):
         stores = make_stores(described)
     cell, plans = described.row.activations, described.plans
     dtypes = {name: parameter.dtype for plan in plans for name, parameter in plan.parameters}
@@ -260,7 +246,7 @@ def shard_over(asked: Request, joined: Mesh, make_comm: MakeComm, *, draws_alike
     if domain.launched > 1:
         check_callers(engine)
     engine.order.buffers = follow_buffers(described, comm, engine.order.votes, engine.saved.preserve)
-    zero = Zero(engine, described, dtypes, stores)
+    zero = Zero(engine, described, dtypes, stores, start)
     hooks = wire(engine, described)
     if pipe is not None:
         set_parts_apart(engine, described)
@@ -270,22 +256,6 @@ def shard_over(asked: Request, joined: Mesh, make_comm: MakeComm, *, draws_alike
     warn_if_whole(described.mesh, engine.units, described.plans)
     accelerate_private.mark(described.model, zero.no_sync, engine.undo.put)
     return zero
-
-
-def _forms_of(model: nn.Module, mesh: Mesh, has_ignored: bool) -> Mapping[int, Form]:
-    """Return the form (plain tensor or DTensor) of each parameter, by identity.
-
-    Args:
-        has_ignored: whether ignored parameters exist. Their gradients are local to a rank, so the gradients of the
-            others must be logical at each stage.
-    """
-    if len(mesh.tensor_ranks) == 1:
-        plain = PlainForm(has_axis=(has_ignored and mesh.world_size > 1) or mesh.pipe is not None)
-        return dict.fromkeys(map(id, model.parameters()), plain)
-    # torch's DTensor takes half a second to import.
-    from zeroshard.parallel.tensor import forms_of
-
-    return forms_of(model, mesh)
 
 
 @final
@@ -309,6 +279,7 @@ class Zero:
         described: Described,
         dtypes: Mapping[str, torch.dtype],
         stores: Stores,
+        start: Start,
     ) -> None:
         self._dtypes, self._settings, self._stores, self._specs = dtypes, described.settings, stores, described.units
         self._engine, self._model, self._elementwise = engine, described.model, described.settings.elementwise
@@ -316,7 +287,8 @@ class Zero:
         self._chosen = [described.chosen] if described.chosen else []
         if described.chosen and engine.mesh.rank == 0:
             logging.getLogger(__name__).info(described.chosen)
-        self._saver = Saver(engine, described.model, self._sharded)
+        self._islands = start.islands(engine, described.model, self._sharded)
+        self._saver = Saver(engine, described.model, self._sharded, self._islands)
         self._averages: weakref.WeakSet[Average] = weakref.WeakSet()
         self.residency = described.row
         """The row of the residency table."""
@@ -424,6 +396,8 @@ class Zero:
         number, kept = len(self._sharded), kept_by(optimizer)
         source = source_of(self._engine, self._stores, optimizer, kept.cost[0] if kept.cost else 0)
         self._sharded.append(ShardedOptimizer(self._engine, optimizer, number, source, kept))
+        if self._islands is not None:
+            self._islands.follow(self._sharded[-1])
         open_states(self._engine, self._sharded[-1])
         give_sums(self._engine, optimizer)
         if self._engine.comm.watchdog is not None and len(self._sharded) == 1:
@@ -645,6 +619,8 @@ class Zero:
             raise RuntimeError(f"{self.mesh} zero.detach() inside swapped() of an average: leave the context first.")
         self._saver.wait("zero.detach()")
         detach(self._engine, self._sharded, self._dtypes, to=to, dtype=dtype, room_bytes=self._settings.device_bytes)
+        if self._islands is not None:
+            self._islands.close()
         vars(self).clear()
 
     def save(
@@ -745,13 +721,15 @@ class Zero:
                 "beginning then: `if (path := zs.latest(folder)) is not None: zero.load(path)`."
             )
         self._saver.wait("zero.load()")
-        return load(self._engine, self._model, self._sharded, path, only_model=only_model, cast=cast)
+        start = load if self._islands is None else functools.partial(load_islands, islands=self._islands)
+        return start(self._engine, self._model, self._sharded, path, only_model=only_model, cast=cast)
 
     def check_copies(self) -> None:
         """Compare the replicated parameters and states of all ranks, to detect silent data corruption.
 
         Ranks along an axis "tensor" also compare buffers, and what they hold alike of sharded state. The cost is one
-        read of the replicated values; fully sharded state has none. Call it every few hundred steps.
+        read of the replicated values; fully sharded state has none. Call it every few hundred steps. Islands compare
+        anchors, outer states, and parameters that have made no step since their exchange.
 
         Raises:
             RankMismatchError: on every rank, with the first parameter or state that differs.
@@ -768,6 +746,8 @@ class Zero:
         ```
         """
         check_copies(self._engine, self._model, self._sharded)
+        if self._islands is not None:
+            self._islands.check_copies()
 
     def agree(self, value: bool, what: str = "") -> bool:
         """Return whether `value` is true on all ranks, for decisions that depend on local data, clocks or signals.
@@ -802,6 +782,29 @@ class Zero:
         place, order = f"agree({what!r})", self._engine.order
         return bool(order.votes.span(place, order.barrier(place, bool(value))[0]))
 
+    def finish(self) -> None:
+        """Exchange between islands what was not exchanged yet, so that all of them have equal parameters.
+
+        Call it after the last step, and before an evaluation of the common model. An exchange that is under way ends;
+        then each part of the model that has made steps since its last exchange is exchanged, without delay, and the
+        result replaces the islands' parameters. Without `zs.shard(outer=)` it does nothing.
+
+        Raises:
+            RuntimeError: called inside a pass, or (on all ranks of all islands) the parameters of an island diverged.
+            RankMismatchError: islands have not made the same number of steps.
+
+        Collective: as one exchange of the whole model; every rank of all islands must call.
+
+        ```python
+        import torch, zeroshard as zs
+
+        zero = zs.shard(torch.nn.Linear(4, 1))
+        zero.finish()
+        ```
+        """
+        if self._islands is not None:
+            self._islands.finish()
+
     def summary(self) -> str:
         """Return a table in plain text with a line for each unit: parameters, shards, padding, bytes held and sent.
 
@@ -820,7 +823,8 @@ class Zero:
 
     def memory(self) -> Memory:
         """Return the bytes that this rank holds: current, peak and predicted."""
-        return count_averages(accounting.measure(self._engine, self._sharded), self._averages)
+        found = count_averages(accounting.measure(self._engine, self._sharded), self._averages)
+        return found if self._islands is None else self._islands.counted(found)
 
     def profile(self) -> Profile:
         """Return a context manager that measures where the time of steps goes on this rank: see `zs.Profile`.
@@ -848,7 +852,9 @@ class Zero:
         """Return the bytes that this rank has sent, and the predicted bytes of a step with one micro-batch."""
         order = self._engine.order
         per_step = accounting.predict_step_bytes(self._engine.units, self._sharded)
-        return Traffic(dict(self._engine.comm.sent_bytes), per_step, order.history.made)
+        sent = Counter(self._engine.comm.sent_bytes)
+        sent.update({} if self._islands is None else self._islands.sent_bytes())
+        return Traffic(dict(sent), per_step, order.history.made)
 
 
 def _describe(handle: "weakref.ref[Zero]", error: BaseException) -> str:

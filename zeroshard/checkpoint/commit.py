@@ -25,6 +25,7 @@ from zeroshard.checkpoint.index import serialize
 from zeroshard.checkpoint.manifest import (
     BLOCK_BYTES,
     EXTRA,
+    ISLANDS,
     LATEST,
     MANIFEST,
     FileEntry,
@@ -149,5 +150,5 @@ def _expiring(path: Path, step: int) -> Iterator[tuple[int, str]]:
             manifest, _ = read_manifest(folder)
         except CheckpointError:
             continue
-        if manifest.expires and manifest.step <= step and set(files.names_in(folder)) == manifest.names:
+        if manifest.expires and manifest.step <= step and set(files.names_in(folder)) - {ISLANDS} == manifest.names:
             yield manifest.step, name

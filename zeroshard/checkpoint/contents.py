@@ -5,7 +5,7 @@ Owns the plan of a save and the agreement on it before any file is created. Read
 
 import re
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -139,11 +139,13 @@ def make_plan(
     step: int | None,
     keep: int | None,
     owned: Sequence[Mapping[str, OwnedState]],
+    change: Callable[[list[Item]], list[Item]] | None = None,
 ) -> Plan:
     """Collect the data to save.
 
     Args:
         owned: the result of `owned_states`.
+        change: replaces the tensors of the model and its optimizers, as islands do.
 
     Raises:
         CheckpointError, ValueError: something cannot be saved, or an argument is wrong.
@@ -163,6 +165,7 @@ def make_plan(
         "loss_scale": None if scale is None else [scale.value, scale._good_steps, encode(scale.history, "history")],
     }
     items = model_items(engine, model) + state_items(engine, optimizers, owned)
+    items = items if change is None else change(items)
     places = {item.spec.name: place for place, item in enumerate(items) if item.spec.kind == "model"}
     common["optimizers"] = pack(groups_of(optimizers, owned), places)
     items += generator_items(engine, read_generators(engine.mesh.device))

@@ -15,6 +15,7 @@ Note: from tensors to a checkpoint
 """
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, final
 
@@ -33,11 +34,13 @@ from zeroshard.checkpoint.commit import (
     write_tensors,
 )
 from zeroshard.checkpoint.contents import ADVICE, COMMITTED, LOOK, Plan, agree_on, make_plan
+from zeroshard.checkpoint.islands import adopt, island_items, save_parts
 from zeroshard.checkpoint.manifest import FileEntry
 from zeroshard.checkpoint.places import join_plan
 from zeroshard.checkpoint.together import begin, meet, together
 from zeroshard.checkpoint.values import PIECE_NUMEL, bytes_of
 from zeroshard.core.engine import Engine
+from zeroshard.outer.islands import Islands
 from zeroshard.table.errors import CheckpointError
 from zeroshard.update.optimizer import ShardedOptimizer
 from zeroshard.whole.owned import owned_states
@@ -53,10 +56,17 @@ class Saver:
 
     Args:
         optimizers: the optimizers of the model, including those attached later.
+        islands: those that the model is trained on, if any.
     """
 
-    def __init__(self, engine: Engine, model: nn.Module, optimizers: Sequence[ShardedOptimizer]) -> None:
-        self._engine, self._model, self._optimizers = engine, model, optimizers
+    def __init__(
+        self,
+        engine: Engine,
+        model: nn.Module,
+        optimizers: Sequence[ShardedOptimizer],
+        islands: Islands | None = None,
+    ) -> None:
+        self._engine, self._model, self._optimizers, self._islands = engine, model, optimizers, islands
         self._snapshot = Snapshot()
         self._under_way: BackgroundSave | None = None
         self._watched: list[torch.optim.Optimizer] = []
@@ -71,12 +81,30 @@ class Saver:
         keep: int | None,
     ) -> Path:
         """Write a checkpoint. See `Zero.save`."""
-        engine, target, what = self._engine, Path(path), "zero.save()"
+        if self._islands is None:
+            return self._save(Path(path), extra, step=step, asynchronous=asynchronous, keep=keep)
+        if asynchronous:
+            raise ValueError(
+                f"{self._engine.mesh} zero.save(asynchronous=True) does not support islands, which commit one "
+                "checkpoint together. Leave asynchronous= out."
+            )
+
+        def save(target: Path) -> Path:
+            kept = keep if target == Path(path) else None
+            return self._save(target, extra, step=step, asynchronous=False, keep=kept)
+
+        return save_parts(self._engine, self._islands, Path(path), save)
+
+    def _save(
+        self, target: Path, extra: Mapping[str, Any] | None, *, step: int | None, asynchronous: bool, keep: int | None
+    ) -> Path:
+        engine, what = self._engine, "zero.save()"
         begin(engine, what)
         self._settle(waits=True)
         with together(engine, f"{what}: looking at what is to be saved", ADVICE):
             owned = owned_states(engine, self._optimizers)
-            plan = make_plan(engine, self._model, self._optimizers, target, extra or {}, step, keep, owned)
+            change = None if self._islands is None else partial(island_items, engine, self._islands)
+            plan = make_plan(engine, self._model, self._optimizers, target, extra or {}, step, keep, owned, change)
         agree_on(engine, plan, what, f"asynchronous={asynchronous}")
         plan, is_first = join_plan(engine, plan, what), engine.mesh.across.rank == 0
         attempt = engine.comm.across.texts(new_attempt(), "the name of a save")[0]
@@ -118,6 +146,8 @@ class Saver:
         written = _exchange(engine, plan, entries)
         with together(engine, f"{what}: writing the manifest", ADVICE):
             if rank == 0:
+                if self._islands is not None:
+                    adopt(plan.path, folder)
                 write_manifest(plan, folder, written)
         with together(engine, f"{what}: committing", LOOK):
             if rank == 0:

@@ -68,6 +68,8 @@ class Mesh:
     """The number of ranks of the process group; 0 if it is `world_size`."""
     pipe: "Mesh | None" = None
     """The mesh with the axis "pipe" of which this is one place; None without such an axis."""
+    island: int | None = None
+    """Which island these ranks are, if several train by themselves and exchange what they learned (`outer/`)."""
 
     @property
     def across(self) -> "Mesh":
@@ -157,6 +159,7 @@ class Mesh:
         for name, size in reversed(self.across.axes):
             rest, index = divmod(rest, size)
             at[:0] = [f"{name} {index}"] * (size > 1)
+        at[:0] = [f"island {self.island}"] * (self.island is not None)
         place = f": {', '.join(at)}" * (len(at) > 1 or (self.across.is_part and len(at) == 1))
         return f"[rank {self.numbers[self.rank]}/{self.launched or self.world_size}{place}]"
 
