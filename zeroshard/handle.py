@@ -10,19 +10,21 @@ import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from os import PathLike
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, Literal, ParamSpec, TypeVar, final
+from typing import TYPE_CHECKING, Any, Literal, final
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zeroshard import accelerate_private, peers
+from zeroshard import argument_names as names
 from zeroshard.account import accounting
 from zeroshard.account.exhaustion import describe_exhaustion, is_exhaustion
 from zeroshard.account.summary import summarize, warn_if_whole
 from zeroshard.activations import recompute_units, treatment_of
+from zeroshard.checkpoint.contents import How
 from zeroshard.checkpoint.load import Loaded, load
 from zeroshard.checkpoint.save import Saver
 from zeroshard.core.engine import Engine
@@ -33,12 +35,12 @@ from zeroshard.core.states import Scope, Sum
 from zeroshard.core.undo import DETACHED
 from zeroshard.core.unit import Unit
 from zeroshard.core.version import VERSION
-from zeroshard.describe.offload import OffloadLike
+from zeroshard.describe.offload import Offload
 from zeroshard.describe.optimizers import Optimizers, check_entries, optimizers_of
-from zeroshard.describe.parameters import ParametersLike
-from zeroshard.describe.precision import PrecisionLike
-from zeroshard.describe.treatments import ActivationsLike
+from zeroshard.describe.precision import Precision
 from zeroshard.join.start import accepted_by_all, everybody_at, told_to_others
+from zeroshard.loader import Stateful, restore, states_of
+from zeroshard.misuse import HABIT, refuse_others, refuse_those
 from zeroshard.optim.admission import check_optimizers
 from zeroshard.optim.keeps import kept_by
 from zeroshard.parallel.alike import watch_axis
@@ -52,7 +54,8 @@ from zeroshard.setup.request import Described, Request, describe, domain_of, pla
 from zeroshard.setup.takeover import axis_of, build, move_states
 from zeroshard.setup.wiring import wire
 from zeroshard.store.stores import Stores
-from zeroshard.table.cells import Residency
+from zeroshard.table.activations import Activations, Treated
+from zeroshard.table.cells import Cell, Residency
 from zeroshard.table.settings import Settings
 from zeroshard.table.stages import name_of_row
 from zeroshard.table.trace import Ledger, Memory, Trace, Traffic
@@ -74,58 +77,26 @@ from zeroshard.wire.transports import make_comm
 
 __all__ = ["Zero", "shard", "shard_over"]
 
-_P = ParamSpec("_P")
-_T = TypeVar("_T")
+Treatments = names.ActivationsName | Treated | Sequence[names.ActivationsName | Treated]
+Formats = names.PrecisionName | torch.dtype | Precision
 MakeComm = Callable[[Mesh, Settings, Ledger], Comm]
 """Creates the communicator of a mesh; every rank calls it at the same time."""
 
-_HABIT = (
-    "zs.shard() shards the model in place and returns a handle: write `zero = zs.shard(model, optimizer)` and keep "
-    "using `model`."
-)
-OLD = MappingProxyType(
-    {
-        "cut": "shards are cut anywhere; leave it out",
-        "replicas": "write mesh=2 for two copies",
-        "init_fn": "write weights=function",
-    }
-)
-"""Removed arguments and their replacements; arguments that became fields of `Settings` are not listed."""
 
-
-def _refuse_others(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Wrap a function to reject removed arguments, those of other libraries, and libraries that shard, too."""
-
-    @functools.wraps(function)
-    def call(*args: _P.args, **options: _P.kwargs) -> _T:
-        fields = {field.name: f"write settings=zs.Settings({field.name}=...)" for field in dataclasses.fields(Settings)}
-        known = {**peers.ARGUMENTS, **fields, **OLD}
-        for name in options.keys() & known.keys():
-            raise TypeError(f"shard() has no argument {name}=: {known[name]}.")
-        if len(args) > 2:
-            raise TypeError(
-                "shard() takes the model and its optimizer by position and all else by name, such as stage=3; got a "
-                f"third argument, of type {type(args[2]).__name__}. {peers.SEE[0].upper()}{peers.SEE[1:]}."
-            )
-        accelerate_private.refuse_plugins()
-        return function(*args, **options)
-
-    return call
-
-
-@_refuse_others
+@refuse_others
 def shard(
     model: nn.Module,
     optimizer: Optimizers = None,
     *,
-    stage: int | Literal["auto"] | None = None,
-    residency: Residency | str | None = None,
-    activations: ActivationsLike = None,
-    offload: OffloadLike = None,
-    parameters: ParametersLike = None,
+    stage: names.StageName | None = None,
+    residency: names.ResidencyName | Residency | None = None,
+    activations: Treatments | Mapping[str, Treatments] | Activations | None = None,
+    offload: names.OffloadName | str | PathLike[str] | Offload | None = None,
+    parameters: names.ParametersName | Cell | Mapping[str, names.ParametersName | Cell] | None = None,
     ignored: Sequence[object] = (),
-    precision: PrecisionLike = "fp32",
+    precision: Formats | Mapping[str | type[nn.Module], Formats] = "fp32",
     units: Sequence[object] | None = None,
+    replicas: int | None = None,
     mesh: DeviceMesh | int | None = None,
     reduction: Literal["mean", "sum"] | float = "mean",
     weights: str | Path | InitFn | None = None,
@@ -164,12 +135,15 @@ def shard(
             "bf16", "blocks.*.router": "fp32"}.
         units: the modules whose parameters are gathered and reduced together: modules, classes or class names. By
             default, the blocks in (nested) lists, sequences and dictionaries of modules; small blocks are joined.
-        mesh: the number of replicas of the sharded state, each over world_size / mesh neighbouring ranks: it saves less
-            memory, and keeps most messages among neighbours, such as the ranks of one host. Or a DeviceMesh with axes
-            named "replicate", "shard" and "tensor": state is sharded over "shard", and
+        replicas: the number of copies of the sharded state, each over world_size / replicas neighbouring ranks: more
+            copies save less memory, and keep most messages among neighbours, such as the ranks of one host ("hybrid
+            sharding"). 1 by default.
+        mesh: the ranks and what each axis of them does, where a number of replicas does not say it: a DeviceMesh with
+            axes named "replicate", "shard" and "tensor": state is sharded over "shard", and
             `parallelize_module(model, mesh["tensor"], plan)` has split parameters over "tensor". Ranks along "tensor"
             train on the same data, ranks along the other axes on different data. The mesh may be a part of the
-            launch, in any order; the other ranks do not call, and rank 0 is then its first rank (docs/meshes.md).
+            launch, in any order; the other ranks do not call, and rank 0 is then its first rank (docs/meshes.md). A
+            number is that of `replicas`.
         reduction: how gradients are reduced over ranks: "mean", as in data parallelism, "sum", for losses weighted by
             tokens, or a divisor of the sum.
         weights: the source of values for a model on the meta device: a function that initializes the tensors of one
@@ -220,6 +194,7 @@ def shard(
         reduction,
         weights,
         settings,
+        replicas=replicas,
     )
     return shard_over(asked, current_mesh(place_of(model)), make_comm)
 
@@ -234,6 +209,7 @@ def shard_over(asked: Request, joined: Mesh, make_comm: MakeComm, *, draws_alike
     """
     settings, ledger = asked.settings if isinstance(asked.settings, Settings) else Settings(), Ledger()
     with told_to_others(joined):
+        asked = asked.with_replicas()
         domain = domain_of(joined, asked.mesh)
     with everybody_at("zs.shard()", domain, settings.watchdog_s, settings.heartbeat_s):
         # A collective: every rank calls it, whatever its arguments.
@@ -331,15 +307,17 @@ class Zero:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Raise an error: the handle is not a model, because `shard()` changes the model in place."""
-        raise TypeError(f"{_HABIT} Call the model.")
+        raise TypeError(f"{HABIT} Call the model.")
 
-    def __getattr__(self, name: str) -> Any:
-        if not name.startswith("__") and "_engine" not in vars(self):
-            raise RuntimeError(DETACHED)
-        is_of_model = not name.startswith("__") and hasattr(nn.Module, name)
-        hint = f" Write {peers.METHODS[name]}." if name in peers.METHODS else f" {_HABIT}" * is_of_model
-        # obj=None keeps Python from suggesting a similar name of this class, which would mislead here.
-        raise AttributeError(f"'Zero' object has no attribute '{name}'.{hint}", name=name, obj=None)
+    if not TYPE_CHECKING:  # for a type checker, names that the class does not have are mistakes
+
+        def __getattr__(self, name: str) -> Any:
+            if not name.startswith("__") and "_engine" not in vars(self):
+                raise RuntimeError(DETACHED)
+            is_of_model = not name.startswith("__") and hasattr(nn.Module, name)
+            hint = f" Write {peers.METHODS[name]}." if name in peers.METHODS else f" {HABIT}" * is_of_model
+            # obj=None keeps Python from suggesting a similar name of this class, which would mislead here.
+            raise AttributeError(f"'Zero' object has no attribute '{name}'.{hint}", name=name, obj=None)
 
     def __repr__(self) -> str:
         if "_engine" not in vars(self):
@@ -647,6 +625,7 @@ class Zero:
         detach(self._engine, self._sharded, self._dtypes, to=to, dtype=dtype, room_bytes=self._settings.device_bytes)
         vars(self).clear()
 
+    @refuse_those(peers.OF_SAVE)
     def save(
         self,
         path: str | Path,
@@ -655,6 +634,9 @@ class Zero:
         step: int | None = None,
         asynchronous: bool = False,
         keep: int | None = None,
+        model_only: bool = False,
+        loader: Stateful | None = None,
+        mode: int | None = None,
     ) -> Path:
         """Write a checkpoint: parameters, buffers, optimizers, loss scale, random generators of each rank, and `extra`.
 
@@ -674,6 +656,12 @@ class Zero:
                 time.
             keep: the number of checkpoints to keep in the parent folder, at least 2, with this one. Older checkpoints
                 that were also saved with `keep` are removed; checkpoints saved without `keep` stay.
+            model_only: write parameters and buffers alone, and `extra`, without optimizers and generators: for
+                `zero.load(path, model_only=True)`, for exports, and for the best model of a run.
+            loader: the data loader or sampler, whose position in the data, which differs between ranks, is saved, too:
+                what has `state_dict()`, such as `zs.Resumable(DataLoader(...))`.
+            mode: who may read the files: permission bits, such as 0o600 for the owner alone. By default those that the
+                process's umask leaves, as for any file.
 
         Returns: the path.
 
@@ -693,7 +681,10 @@ class Zero:
             assert zero.load(zs.latest(folder)).extra == {"epoch": 2}
         ```
         """
-        return self._saver.save(path, extra, step=step, asynchronous=asynchronous, keep=keep)
+        if loader is not None:
+            extra = states_of(self.mesh.across, loader, extra or {})
+        how = How(step, keep, model_only, mode)
+        return self._saver.save(path, extra, how, asynchronous=asynchronous)
 
     def wait(self) -> None:
         """Wait until an asynchronous save is committed; without one under way, do nothing.
@@ -716,7 +707,16 @@ class Zero:
         """
         self._saver.wait("zero.wait()")
 
-    def load(self, path: str | Path, *, only_model: bool = False, cast: bool = False) -> Loaded:
+    @refuse_those(peers.OF_LOAD)
+    def load(
+        self,
+        path: str | Path,
+        *,
+        model_only: bool = False,
+        only_model: bool = False,
+        cast: bool = False,
+        loader: Stateful | None = None,
+    ) -> Loaded:
         """Load a checkpoint, written by any number of ranks at any stage, into the model and its optimizers.
 
         Names, shapes, dtypes and checksums are verified before anything in memory changes. Each rank reads its own
@@ -726,9 +726,11 @@ class Zero:
 
         Args:
             path: the checkpoint's folder, on a file system that all ranks share.
-            only_model: load only parameters and buffers; the path may then be a safetensors file, or a folder of such
-                files as Transformers writes it.
+            model_only: load only parameters and buffers; the path may then be a safetensors file, or a folder of such
+                files as Transformers writes it, or a checkpoint that was saved with `model_only`.
+            only_model: the earlier name of `model_only`.
             cast: convert dtypes that differ; without it, a difference is an error.
+            loader: the data loader or sampler that continues at the saved position, as in `save`.
 
         Returns: the checkpoint's step, and the `extra` that was passed to `save`.
 
@@ -745,7 +747,10 @@ class Zero:
                 "beginning then: `if (path := zs.latest(folder)) is not None: zero.load(path)`."
             )
         self._saver.wait("zero.load()")
-        return load(self._engine, self._model, self._sharded, path, only_model=only_model, cast=cast)
+        only_model = only_model or model_only
+        loaded = load(self._engine, self._model, self._sharded, path, only_model=only_model, cast=cast)
+        restore(self.mesh.across, loader, loaded.extra, path)
+        return loaded
 
     def check_copies(self) -> None:
         """Compare the replicated parameters and states of all ranks, to detect silent data corruption.

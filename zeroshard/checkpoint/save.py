@@ -32,7 +32,7 @@ from zeroshard.checkpoint.commit import (
     write_manifest,
     write_tensors,
 )
-from zeroshard.checkpoint.contents import ADVICE, COMMITTED, LOOK, Plan, agree_on, make_plan
+from zeroshard.checkpoint.contents import ADVICE, COMMITTED, LOOK, How, Plan, agree_on, make_plan
 from zeroshard.checkpoint.manifest import FileEntry
 from zeroshard.checkpoint.places import join_plan
 from zeroshard.checkpoint.together import begin, meet, together
@@ -65,10 +65,9 @@ class Saver:
         self,
         path: str | Path,
         extra: Mapping[str, Any] | None,
+        how: How,
         *,
-        step: int | None,
         asynchronous: bool,
-        keep: int | None,
     ) -> Path:
         """Write a checkpoint. See `Zero.save`."""
         engine, target, what = self._engine, Path(path), "zero.save()"
@@ -76,8 +75,8 @@ class Saver:
         self._settle(waits=True)
         with together(engine, f"{what}: looking at what is to be saved", ADVICE):
             owned = owned_states(engine, self._optimizers)
-            plan = make_plan(engine, self._model, self._optimizers, target, extra or {}, step, keep, owned)
-        agree_on(engine, plan, what, f"asynchronous={asynchronous}")
+            plan = make_plan(engine, self._model, self._optimizers, target, extra or {}, how, owned)
+        agree_on(engine, plan, what, f"asynchronous={asynchronous}, model_only={how.model_only}")
         plan, is_first = join_plan(engine, plan, what), engine.mesh.across.rank == 0
         attempt = engine.comm.across.texts(new_attempt(), "the name of a save")[0]
         folder, what = temporary_folder(target, attempt), f"{what} to {target}"

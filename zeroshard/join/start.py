@@ -144,8 +144,9 @@ def texts_across_ranks(mesh: Mesh | DeviceMesh, text: str) -> list[str]:
 
     ```python
     import zeroshard as zs
+    from zeroshard.join.start import texts_across_ranks
 
-    assert zs.texts_across_ranks(zs.init(), "rank 0") == ["rank 0"]
+    assert texts_across_ranks(zs.init(), "rank 0") == ["rank 0"]
     ```
     """
     data = text.encode()

@@ -41,9 +41,9 @@ def printable(text: str, keeps: str = "\n") -> str:
         keeps: characters that are not replaced.
 
     ```python
-    import zeroshard as zs
+    from zeroshard.table.errors import printable
 
-    assert zs.printable("name\x1b[2J") == r"name\x1b[2J"
+    assert printable("name\x1b[2J") == r"name\x1b[2J"
     ```
     """
     if text.isprintable():
