@@ -18,6 +18,16 @@ class RankMismatchError(RuntimeError):
     ```
     """
 
+    is_consequence = False
+    """Whether another rank failed first, and tells the cause."""
+
+    @classmethod
+    def of_another(cls, text: str) -> "RankMismatchError":
+        """Return the error of a rank that ends because another one failed."""
+        error = cls(text)
+        error.is_consequence = True
+        return error
+
 
 class CheckpointError(RuntimeError):
     """A checkpoint is incomplete, damaged or of another model; the text names the file.
