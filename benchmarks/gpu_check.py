@@ -44,8 +44,8 @@ import zeroshard as zs
 from benchmarks.gpu import comm_of_many, fake_ranks, rank_0_of
 from tools.emulated import Device, EmulatedLinks
 from tools.shared_gpu import SharedDevice
-from zeroshard.handle import shard_over
 from zeroshard.setup.request import Request
+from zeroshard.sharding import shard_over
 from zeroshard.table.trace import Ledger
 from zeroshard.testing import run_ranks
 from zeroshard.wire.links import Links

@@ -14,7 +14,9 @@ from typing import Annotated, Any, Final, Literal, Self, final, get_args, get_or
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-import zeroshard as zs
+from zeroshard.describe.offload import offload_of
+from zeroshard.describe.treatments import activations_of
+from zeroshard.table.stages import row_of_stage
 from zeroshard.train.inputs import read_input
 from zeroshard.train.models.shape import GPTConfig
 from zeroshard.train.ranks import check_pipe, check_ranks, check_split
@@ -81,18 +83,18 @@ class SettingsError(ValueError):
 
 def _known_stage(stage: int | str) -> int | str:
     if stage != AUTO:
-        zs.row_of_stage(stage)  # type: ignore[arg-type]
+        row_of_stage(stage)  # type: ignore[arg-type]
     return stage
 
 
 def _known_activations(names: str) -> str:
-    zs.activations_of(names)
+    activations_of(names)
     return names
 
 
 def _known_offload(asked: str) -> str:
     if asked != AUTO:
-        zs.offload_of(asked or None)
+        offload_of(asked or None)
     return asked
 
 

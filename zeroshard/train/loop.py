@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import zeroshard as zs
+from zeroshard.join.arrival import ends_by_signal
 from zeroshard.train.account import describe_start, summarize, tokens_per_step
 from zeroshard.train.config import Config, SettingsError, to_toml
 from zeroshard.train.data import IGNORED, count_scored, heldout_batches, training_batch
@@ -66,7 +67,7 @@ def train(config: Config, reporter: Reporter, is_stop_wanted: Callable[[], bool]
     try:
         with contextlib.ExitStack() as stack:
             # There is nothing to save yet, and a rank may wait long for ranks that prepare data.
-            with zs.ends_by_signal():
+            with ends_by_signal():
                 check_equal(config, mesh)
                 run = _begin(config, mesh, start_s, stack)
             reporters: list[Reporter] = []

@@ -23,6 +23,7 @@ from typing import Any, Final, final
 import torch
 
 import zeroshard as zs
+from zeroshard.table.errors import printable
 from zeroshard.train.account import describe_data
 from zeroshard.train.config import Config, differences, load_config
 from zeroshard.train.lease import Lease
@@ -140,7 +141,7 @@ def _find(folder: Path) -> int:
         if (name := _NAME.fullmatch(damaged.name)) and int(name[1]) > int(found[1]):
             aside = damaged.with_name(f".damaged-{damaged.name}-{time.time_ns()}")
             os.rename(damaged, aside)
-            warnings.warn(zs.printable(f"{damaged} is damaged; moved to {aside}"), stacklevel=2)
+            warnings.warn(printable(f"{damaged} is damaged; moved to {aside}"), stacklevel=2)
     return int(found[1])
 
 

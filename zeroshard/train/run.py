@@ -15,6 +15,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import zeroshard as zs
+from zeroshard.join.start import texts_across_ranks
+from zeroshard.table.errors import printable
 from zeroshard.train.config import Config
 from zeroshard.train.corpus import Corpus, open_corpus, prepare_corpus
 from zeroshard.train.metrics import EvalRecord, RunFiles
@@ -64,7 +66,7 @@ def check_equal(config: Config, mesh: zs.Mesh) -> None:
     mine = [
         f"{section}.{key}={value!r}" for section, values in config.model_dump().items() for key, value in values.items()
     ]
-    texts = [text.splitlines() for text in zs.texts_across_ranks(mesh, "\n".join(mine))]
+    texts = [text.splitlines() for text in texts_across_ranks(mesh, "\n".join(mine))]
     for lines in zip_longest(*texts, fillvalue="(nothing)"):
         if len(set(lines)) > 1:
             shown = "\n".join(f"  rank {rank}: {line}" for rank, line in enumerate(lines))
@@ -79,7 +81,7 @@ def check_files(run: "Run", files: RunFiles | None) -> None:
 
     Collective: all-gathers of some bytes; every rank must call.
     """
-    problem = zs.texts_across_ranks(run.mesh, zs.printable(files.problem) if files else "")[0]
+    problem = texts_across_ranks(run.mesh, printable(files.problem) if files else "")[0]
     if problem:
         raise RuntimeError(
             f"{run.mesh} {run.config.folder}: the files of the run cannot be written: {problem}. Do not change the "
