@@ -1,5 +1,6 @@
 """Checkpoints of islands: resumed in the middle of an interval bit for bit, and read by runs with other islands."""
 
+import tempfile
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -13,7 +14,7 @@ import zeroshard as zs
 from tests.oracle import assert_same
 from tests.outer.plain import adamw, build, loss_of, mesh_of, nesterov, whole
 from zeroshard.checkpoint.verify import verify
-from zeroshard.testing import run_ranks
+from zeroshard.testing import RankFailure, run_ranks
 
 TIMEOUT_S = 120.0
 STEPS, SAVED_AFTER = 9, 5
@@ -85,3 +86,70 @@ def test_a_run_resumes_in_the_middle_of_an_interval(name: str, tmp_path: Path) -
 def all_stages(folder: str, name: str, precision: Any) -> list[Any]:
     """Resume at each stage."""
     return [resumed(folder, 2, stage, name, precision) for stage in range(4)]
+
+
+# -- other runs -------------------------------------------------------------------------------------------------------
+
+
+def saved(folder: str, stage: int) -> Any:
+    """Save on two islands in the middle of an interval; return the anchors, the values of the last exchange."""
+    first = made(2, stage, {"every": 3, "bits": 8, "optimizer": nesterov})
+    anchors = go_on(first, range(4))[2]
+    first[0].save(f"{folder}/step-4")
+    return anchors, torch.get_rng_state()
+
+
+def loaded(folder: str, islands: int, stage: int) -> Any:
+    """Load with another number of islands, or without; return the values, and after some steps those of all ranks."""
+    run = made(islands, stage, {"every": 2, "optimizer": nesterov})
+    torch.manual_seed(100 + dist.get_rank())
+    own = torch.get_rng_state()
+    run[0].load(f"{folder}/step-4")
+    first, generator = whole(run[0], run[1]), torch.get_rng_state()
+    run[0].check_copies()
+    go_on(run, range(2))
+    run[0].check_copies()
+    return first, whole(run[0], run[1]), generator, own
+
+
+@pytest.mark.rotates
+def test_other_islands_start_from_the_anchors() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        before = run_ranks(saved, 4, folder, 0, timeout_s=TIMEOUT_S)
+        for islands, stage in ((4, 3), (0, 1)):
+            found = run_ranks(loaded, 4, folder, islands, stage, timeout_s=TIMEOUT_S)
+            for rank, (first, after, generator, own) in enumerate(found):
+                assert_same(before[0][0], first, f"{islands} islands, rank {rank}: the anchors")
+                assert_same(found[0][1], after, f"{islands} islands, rank {rank}: after an exchange")
+                if islands:
+                    # The first island goes on with its generators; the others have none of their own there.
+                    assert torch.equal(generator, before[0][1] if rank == 0 else own), rank
+        with pytest.raises(RankFailure) as failure:
+            run_ranks(saved, 4, folder, 0, timeout_s=TIMEOUT_S)
+        assert {error.message.count("exists") for error in failure.value.errors.values()} == {1}
+
+
+def damaged(folder: str) -> list[str]:
+    """Load a checkpoint of which a part is damaged, and save where one island cannot; return the errors."""
+    run = made(2, 3, {"every": 3, "bits": 8, "optimizer": nesterov})
+    found = []
+    for action in (lambda: run[0].load(f"{folder}/step-4"), lambda: run[0].save(f"{folder}/step-5", asynchronous=True)):
+        try:
+            action()
+        except (zs.CheckpointError, ValueError) as error:
+            found.append(str(error))
+    return found
+
+
+def test_a_failure_of_one_island_is_one_of_all() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        run_ranks(saved, 4, folder, 3, timeout_s=TIMEOUT_S)
+        part = Path(folder) / "step-4" / "islands" / "1" / "params-00001-of-00002.safetensors"
+        data = bytearray(part.read_bytes())
+        data[-9] ^= 1
+        part.write_bytes(data)
+        with pytest.raises(zs.CheckpointError, match="islands/1"):
+            verify(Path(folder) / "step-4")
+        for rank, (why, refused) in enumerate(run_ranks(damaged, 4, folder, timeout_s=TIMEOUT_S)):
+            assert "are damaged" in why, rank
+            assert "asynchronous=True) does not support islands" in refused
