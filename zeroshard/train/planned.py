@@ -151,8 +151,8 @@ def describe_text(config: Config) -> str:
     source = open_source(config.data.path, config.data.column)
     if not source.files:
         return f"data: {source.name}, {sum(map(len, source.documents())):,} bytes"
-    nbytes = sum(size for _, size in source.layout())
-    return f"data: {source.name}, {nbytes:,} bytes in {len(source.files):,} file(s)"
+    nbytes, left = sum(size for _, size in source.layout()), source.describe_left_out()
+    return f"data: {source.name}, {nbytes:,} bytes in {len(source.files):,} file(s)" + f"; {left}" * bool(left)
 
 
 def _text_of(offload: zs.Offload) -> str:

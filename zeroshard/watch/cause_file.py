@@ -29,7 +29,7 @@ __all__ = ["CauseFile", "text_of"]
 VARIABLE: Final = "ZEROSHARD_TRACEBACK"
 LATER_S: Final = 5
 """Seconds by which a consequence seems later than its cause: torchrun compares whole seconds."""
-LIBRARIES: Final = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent), "<frozen ")
+LIBRARIES: Final = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parents[1]), "<frozen ", "<string>")
 """Beginnings of file names whose frames are not the user's."""
 
 
@@ -39,7 +39,7 @@ class CauseFile:
 
     Args:
         path: the file.
-        shows_all: whether frames of zeroshard and torch are shown, too.
+        shows_all: whether frames of libraries are shown, too.
         is_last: whether torchrun prints the file: it does not where it starts the ranks anew.
     """
 
@@ -68,7 +68,7 @@ class CauseFile:
         extra = {"py_callstack": text, "timestamp": str(int(time.time()) + LATER_S * late)}
         try:
             with open(self._path, "w", encoding="utf-8") as file:
-                json.dump({"message": {"message": _first_line(error), "extraInfo": extra}}, file)
+                json.dump({"message": {"message": f"{type(error).__name__}: {error}", "extraInfo": extra}}, file)
         except OSError:
             return False
         return True
@@ -78,7 +78,7 @@ def text_of(error: BaseException, trace: TracebackType | None, *, shows_all: boo
     """Return an error as text: what happened, then the lines of the user's program, the outermost first.
 
     Args:
-        shows_all: whether to show frames of zeroshard and torch, too.
+        shows_all: whether to show frames of libraries, too.
 
     >>> from zeroshard.watch.cause_file import text_of
     >>> text_of(ValueError("a cause"), None)
@@ -93,13 +93,13 @@ def text_of(error: BaseException, trace: TracebackType | None, *, shows_all: boo
 
 
 def _lines_of(error: BaseException, trace: TracebackType | None, shows_all: bool) -> Iterator[str]:
-    yield "".join(traceback.format_exception_only(error)).rstrip()
+    yield "".join(traceback.format_exception_only(error)).rstrip().removeprefix(f"{type(error).__module__}.")
     frames = traceback.extract_tb(trace)
     shown = [one for one in frames if shows_all or not one.filename.startswith(LIBRARIES)]
     for place in traceback.format_list(shown):
         yield place.rstrip()
     if hidden := len(frames) - len(shown):
-        yield f"  ({hidden} frames of zeroshard and torch are not shown; {VARIABLE}=full shows them)"
+        yield f"  ({hidden} frames of libraries are not shown; {VARIABLE}=full shows them)"
 
 
 def _first_line(error: BaseException) -> str:
