@@ -66,6 +66,7 @@ def main() -> None:
     app.command()(paper)
     app.command()(scorecard)
     _add_plan(app)
+    _add_outer(app)
     app.add_typer(_checkpoint_commands(), name="checkpoint")
     app.add_typer(_deepspeed_commands(), name="deepspeed")
     try:
@@ -318,6 +319,13 @@ def _add_plan(app: typer.Typer) -> None:
     from zeroshard.plan.plan_commands import add_commands
 
     add_commands(app, _say, _fail)
+
+
+def _add_outer(app: typer.Typer) -> None:
+    """Add the command `outer`, which prints through this module."""
+    from zeroshard.outer.serve_commands import add_commands
+
+    add_commands(app, lambda text: print(printable(text), flush=True), _fail)
 
 
 def _train(config: Config) -> NoReturn:

@@ -39,6 +39,7 @@ LAYERS = (
     "account",
     "parallel",
     "checkpoint",
+    "outer",
     "plan",
     "evidence",
     "rehearse",
