@@ -86,16 +86,8 @@ class Source(ABC):
     """Where an island puts its changes and takes those of others: a mailbox, or the log of an earlier run."""
 
     @abstractmethod
-    def join(self) -> Start:
-        """Join, or join again, and return where the island starts."""
-
-    @abstractmethod
-    def put_anchors(self, values: np.ndarray) -> None:
-        """Put the first anchors."""
-
-    @abstractmethod
-    def take_anchors(self) -> np.ndarray:
-        """Return the anchors that the island starts from."""
+    def enter(self, values: np.ndarray) -> tuple[Start, np.ndarray]:
+        """Join, or join again, and return where the island starts, and the anchors; the first island founds them."""
 
     @abstractmethod
     def begin(self) -> None:
@@ -122,8 +114,12 @@ class Source(ABC):
         """Note that the changes up to these versions are taken in."""
 
     @abstractmethod
-    def drain(self, version: int, step: int, *, others: bool) -> Found | None:
-        """Wait for the change that is on its way, or with `others` for everything; None if there is nothing left."""
+    def drain(self, version: int, step: int, *, others: bool, limit_s: float) -> Found | None:
+        """Wait for the change that is on its way, or with `others` for everything; None if there is nothing left.
+
+        Args:
+            limit_s: how long a mailbox that does not answer is waited for.
+        """
 
     @abstractmethod
     def end(self, *, leaves: bool) -> None:
@@ -155,12 +151,8 @@ class Island:
         self._was_up = True
         folder = None if options.log is None else f"{options.log}/{options.island}-{values.rank}"
         self._log = None if folder is None else Log(folder, options, values.numel, values.dtype)
-        start = source.join()
-        if start.founds:
-            self._anchors = values.read()
-            source.put_anchors(self._anchors)
-        else:
-            self._anchors = source.take_anchors()
+        start, self._anchors = source.enter(values.read())
+        if not start.founds:
             values.write(self._anchors.copy())
         self._begin(start)
 
@@ -190,7 +182,7 @@ class Island:
         self.exchanges += 1
         if self._pending is not None and self.options.staleness is not None:
             # Versions count exchanges, by which islands are compared.
-            self._finish_pending()
+            self._finish_pending(0.0)
         if self._pending is None:
             self._offer()
         settled = self._source.settle(self.version, self.steps)
@@ -205,12 +197,20 @@ class Island:
         Args:
             others: before, wait until all other islands have left, and take in all their changes.
         """
+        patience_s = self.options.patience_s
         for _ in range(2):  # what is on its way, then what was learned since
-            self._finish_pending()
+            self._finish_pending(patience_s)
             has_more = bool((self._values.read() != self._anchors).any())
             if self._pending is None and "1" in self._values.texts(str(int(has_more))):
                 self._offer()
-        while others and (settled := self._source.drain(self.version, self.steps, others=True)) is not None:
+        if self._pending is not None:
+            self._finish_pending(patience_s)
+        if self._pending is not None:
+            _LOG.error("island '%s': its last change was not put: the mailbox is gone.", self.options.island)
+        while others:
+            settled = self._source.drain(self.version, self.steps, others=True, limit_s=patience_s)
+            if settled is None:
+                break
             self._take(settled)
         self.close(leaves=True)
 
@@ -220,10 +220,10 @@ class Island:
         if self._log is not None:
             self._log.end()
 
-    def _finish_pending(self) -> None:
+    def _finish_pending(self, limit_s: float) -> None:
         """Wait until the change that is on its way is at the mailbox, unless that cannot be reached, and take it in."""
         while self._pending is not None:
-            settled = self._source.drain(self.version, self.steps, others=False)
+            settled = self._source.drain(self.version, self.steps, others=False, limit_s=limit_s)
             if settled is None:
                 break
             if settled.is_gone:
@@ -296,15 +296,12 @@ class Island:
         _LOG.warning(
             "island '%s' counted as gone, and joins again from the anchors of the mailbox.", self.options.island
         )
-        start = self._source.join()
+        before = self._anchors
+        start, self._anchors = self._source.enter(before)
         values = self._values.read()
-        values -= self._anchors
+        values -= before
         if self._pending is not None and self._pending[0] <= start.last:
             values -= self._pending[1]
         self._pending = None
-        if start.founds:
-            self._source.put_anchors(self._anchors)
-        else:
-            self._anchors = self._source.take_anchors()
         self._values.write(self._anchors + values)
         self._begin(start)

@@ -126,36 +126,29 @@ class Post:
 
     # -- joining, in the thread that trains ---------------------------------------------------------------------------
 
-    def join(self, launch: str, limit_s: float) -> Start:
-        """Join, and return where this island starts.
+    def enter(self, launch: str, values: np.ndarray, limit_s: float) -> tuple[Start, np.ndarray]:
+        """Join, and return where this island starts, with this rank's part of the anchors, (numel,).
 
         Args:
             launch: names this start of the island, equal on its ranks.
+            values: of this rank, which become its anchors if there are none yet.
 
         Raises:
             Refused: the island differs from the others, or its name is in use.
             MailboxError: there is no mailbox at the address.
         """
         deadline_s = time.monotonic() + limit_s
-        asked = {"do": "join", "island": self._name, "launch": launch, "rank": self._rank, "numel": self._numel}
         while True:
             try:
                 with self._lines.use("join") as line:
-                    reply = self._lines.ask(line, asked | self._about)
-                if reply["founds"] or reply["is_anchored"]:
-                    versions = {str(name): int(version) for name, version in reply["versions"].items()}
-                    self._restart(launch, versions)
-                    return Start(int(reply["since"]), versions, bool(reply["founds"]), int(reply["last"]))
-                problem: MailboxError = MailboxError("another island has not put the first anchors yet.")
+                    return self._enter(line, launch, values)
             except PeerError as error:
-                problem = error
+                problem: MailboxError = error
             except Refused as error:
-                if error.kind != "taken":
+                if error.kind not in ("taken", "wait"):
                     raise
                 problem = error
             if time.monotonic() > deadline_s:
-                if isinstance(problem, Refused):
-                    raise problem
                 raise MailboxError(
                     f"island '{self._name}', rank {self._rank}: the mailbox at {self._lines.address} did not let it "
                     f"join in {limit_s:g} s: {problem} To start one: zeroshard outer --serve --address "
@@ -163,41 +156,26 @@ class Post:
                 )
             time.sleep(_LEAST_PAUSE_S)
 
-    def _restart(self, launch: str, versions: dict[str, int]) -> None:
-        """Forget what belonged to an earlier launch; threads that still work for it find their connections closed."""
+    def _enter(self, line: Line, launch: str, values: np.ndarray) -> tuple[Start, np.ndarray]:
+        asked = {"do": "join", "island": self._name, "launch": launch, "rank": self._rank, "numel": self._numel}
+        reply = self._lines.ask(line, asked | self._about)
+        versions = {str(name): int(version) for name, version in reply["versions"].items()}
+        start = Start(int(reply["since"]), versions, bool(reply["founds"]), int(reply["last"]))
+        if start.founds:
+            self._lines.send(line, {"do": "put anchors"}, values)
+        else:
+            values = self._lines.receive(line, {"do": "take anchors"})
         with self._changed:
             self._outgoing, self._is_gone, self._launch = None, False, launch
             self._arrived.clear()
             self._own.clear()
             self._taken, self._told = dict(versions), dict(versions)
             self._index = {"islands": {}, "missing": 0}
+            self._answered_s = time.monotonic()
+        # Threads that still work for an earlier launch find their connections closed.
         self._lines.close("put")
         self._lines.close("bring")
-
-    def put_anchors(self, values: np.ndarray) -> None:
-        """Put this rank's part of the first anchors.
-
-        Raises:
-            MailboxError: the connection ended, or another island was first.
-        """
-        with self._lines.use("join") as line:
-            self._lines.send(line, {"do": "put anchors"}, values)
-
-    def take_anchors(self, limit_s: float) -> np.ndarray:
-        """Return this rank's part of the anchors, (numel,).
-
-        Raises:
-            MailboxError: the connection ended.
-        """
-        deadline_s = time.monotonic() + limit_s
-        while True:
-            try:
-                with self._lines.use("join") as line:
-                    return self._lines.receive(line, {"do": "take anchors"})
-            except Refused as error:
-                if error.kind != "wait" or time.monotonic() > deadline_s:
-                    raise
-            time.sleep(_LEAST_PAUSE_S)
+        return start, values
 
     def begin(self) -> None:
         """Begin to put and to bring changes, in two threads."""

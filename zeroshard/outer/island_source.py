@@ -71,21 +71,13 @@ class Mail(Source):
 
     # -- joining ------------------------------------------------------------------------------------------------------
 
-    def join(self) -> Start:
+    def enter(self, values: np.ndarray) -> tuple[Start, np.ndarray]:
         """See `Source`."""
         if not self._joined:
             self._launch = self._values.texts(token_hex(16))[0]
         self._joined += 1
         launch = f"{self._launch}:{self._joined}"
-        return self._together(lambda: self._post.join(launch, self._options.arrive_s))
-
-    def put_anchors(self, values: np.ndarray) -> None:
-        """See `Source`."""
-        self._together(lambda: self._post.put_anchors(values))
-
-    def take_anchors(self) -> np.ndarray:
-        """See `Source`."""
-        return self._together(lambda: self._post.take_anchors(self._options.arrive_s))
+        return self._together(lambda: self._post.enter(launch, values, self._options.arrive_s))
 
     def begin(self) -> None:
         """See `Source`."""
@@ -119,13 +111,19 @@ class Mail(Source):
         """See `Source`."""
         return self._wait(lambda look: _is_ready(look, version, self._options), version)
 
-    def drain(self, version: int, step: int, *, others: bool) -> Found | None:
+    def drain(self, version: int, step: int, *, others: bool, limit_s: float) -> Found | None:
         """See `Source`."""
-        name = self._options.island
+        name, end_s = self._options.island, time.monotonic() + limit_s
+
+        def is_ready(look: Look) -> bool:
+            is_there = self._has_news(look) if others else look.here.get(name, 0) >= version
+            return is_there or (not look.is_up and time.monotonic() > end_s)
+
+        if others:
+            self._post.tell_done()
+        found = self._wait(is_ready, version)
         if not others:
-            return self._wait(lambda look: look.here.get(name, 0) >= version or not look.is_up, version)
-        self._post.tell_done()
-        found = self._wait(self._has_news, version)
+            return found
         is_over = not found.is_up or found.is_gone or not any(self._post.listed(other) for other in found.here)
         return None if is_over else found
 
@@ -134,7 +132,7 @@ class Mail(Source):
         listed = {name: self._post.listed(name) for name in look.here}
         is_here = all(not versions or versions[-1] <= look.here[name] for name, versions in listed.items())
         is_last = bool(look.here) and not look.missing and not look.needed
-        return not look.is_up or (is_here and (is_last or any(listed.values())))
+        return is_here and (is_last or any(listed.values()))
 
     def _wait(self, is_ready: Callable[[Look], bool], version: int) -> Found:
         """Look until all ranks are ready, and return what all of them have."""
@@ -223,17 +221,10 @@ class Logged(Source):
         self._took = [entry for entry in mine if entry.what == "took"]
         self._due: Entry | None = None
 
-    def join(self) -> Start:
+    def enter(self, values: np.ndarray) -> tuple[Start, np.ndarray]:
         """See `Source`."""
-        return Start(self._start["since"], self._start["versions"], founds=False)
-
-    def put_anchors(self, values: np.ndarray) -> None:
-        """See `Source`."""
-        raise AssertionError("a log has anchors")
-
-    def take_anchors(self) -> np.ndarray:
-        """See `Source`."""
-        return self._read("anchors", self._start["crc32"])
+        start = Start(self._start["since"], self._start["versions"], founds=False)
+        return start, self._read("anchors", self._start["crc32"])
 
     def begin(self) -> None:
         """See `Source`."""
@@ -255,7 +246,7 @@ class Logged(Source):
         """See `Source`."""
         return self._next(step) or Found({})
 
-    def drain(self, version: int, step: int, *, others: bool) -> Found | None:
+    def drain(self, version: int, step: int, *, others: bool, limit_s: float) -> Found | None:
         """See `Source`."""
         return self._next(step)
 

@@ -344,7 +344,7 @@ class Book:
         """Return all islands and their versions, at the next change after number `seen`, or after `wait_s`."""
         with self.changed:
             self._hear(self._member(name, launch))
-            self.changed.wait_for(lambda: self.count != seen, wait_s)
+            self.changed.wait_for(lambda: self.count != seen, min(wait_s, self._gone_s / 4))
             self._hear(self._member(name, launch))
             assert self.facts is not None
             islands: dict[str, Any] = {

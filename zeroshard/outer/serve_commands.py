@@ -1,7 +1,7 @@
 """`zeroshard outer`: the mailbox of islands, and the replay of an island's log.
 
-Owns the arguments. It prints through functions of `cli.py`, imports typer only in `add_commands`, and works without
-torch.
+Owns the arguments. It prints through functions of `cli.py`, and imports typer and the mailbox only when used, which
+works without torch.
 """
 
 import logging
@@ -11,13 +11,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from zeroshard.outer.island_log import replay
-from zeroshard.outer.island_source import logs_below
-from zeroshard.outer.mailbox_wire import MailboxError, read_secret
-from zeroshard.outer.serve import Mailbox
-
 if TYPE_CHECKING:
     import typer
+
+    from zeroshard.outer.serve import Mailbox
 
 __all__ = ["add_commands"]
 
@@ -44,6 +41,9 @@ def add_commands(app: "typer.Typer", show: Callable[[str], None], fail: Callable
         out: Annotated[Path | None, typer.Option(help="File for the anchors, of raw values, with --replay.")] = None,
     ) -> None:
         """Serve the mailbox of islands that train without a barrier, or replay an island's log (docs/mailbox.md)."""
+        from zeroshard.outer.mailbox_wire import MailboxError, read_secret
+        from zeroshard.outer.serve import Mailbox
+
         try:
             if serve == (log is not None):
                 raise ValueError(
@@ -64,7 +64,7 @@ def add_commands(app: "typer.Typer", show: Callable[[str], None], fail: Callable
     app.command()(outer)
 
 
-def _serve(mailbox: Mailbox, show: Callable[[str], None]) -> None:
+def _serve(mailbox: "Mailbox", show: Callable[[str], None]) -> None:
     """Serve until a signal asks for the end. Whatever was acknowledged is on the disk already."""
     is_over = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -80,6 +80,9 @@ def _serve(mailbox: Mailbox, show: Callable[[str], None]) -> None:
 
 
 def _replay(log: Path, out: Path | None, show: Callable[[str], None]) -> None:
+    from zeroshard.outer.island_log import replay
+    from zeroshard.outer.island_source import logs_below
+
     folders = list(logs_below(log))
     if not folders:
         raise ValueError(f"--replay: {log} has no log.jsonl, and no folder in it has.")
