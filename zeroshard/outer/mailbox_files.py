@@ -208,9 +208,10 @@ def read_array(path: Path, numel: int, dtype: str) -> np.ndarray:
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder that its owner alone reads, and flush the folder above it."""
+    """Make a folder that its owner alone reads, those above it likewise, and flush the folders that name them."""
     if not path.is_dir():
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_folder(path.parent)
+        path.mkdir(mode=0o700, exist_ok=True)
         sync_folder(path.parent)
 
 
