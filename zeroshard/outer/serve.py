@@ -172,7 +172,8 @@ class Mailbox:
                 _LOG.error("changes are not added to the anchors: %s", error)
                 self._is_over.wait(1.0)
             with self.book.changed:
-                self.book.changed.wait(min(self._gone_s / 4, 0.5))
+                if not self._is_over.is_set():
+                    self.book.changed.wait(min(self._gone_s / 4, 0.5))
 
     def join(self, *arguments: Any) -> Header:
         """Let an island join while the anchors do not change."""
@@ -221,7 +222,8 @@ class _Service:
         try:
             reply = action(self, header)
         except Refused as error:
-            _LOG.warning("refused island '%s', rank %d, at %s: %s", self._name, self._rank, self._host, error)
+            level = logging.INFO if error.kind in ("gone", "wait") else logging.WARNING
+            _LOG.log(level, "refused island '%s', rank %d, at %s: %s", self._name, self._rank, self._host, error)
             reply = {"refused": error.kind, "text": str(error)}
         except (ValueError, KeyError, TypeError) as error:
             text = f"a request {what!r} is not right: {error}"
