@@ -37,6 +37,7 @@ COMMANDS: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
         "generate": (_RUNS, "Continue a prompt with the model of a run."),
         "evaluate": (_RUNS, "Score a text, or multiple-choice questions, with the model of a run."),
         "plot": (_RUNS, "Draw the curves of runs, as text or as a page."),
+        "outer": (_RUNS, "Serve mailboxes to islands that are launches of their own, or replay what one took."),
         "tokenizer": (_RUNS, "Train a byte-pair tokenizer on the training part of a text."),
         "plan": (_PLANS, "Predict memory and time of a run, without a device."),
         "doctor": (_PLANS, "Measure this machine, for plans."),
@@ -89,6 +90,7 @@ def _add(app: typer.Typer, wanted: str) -> None:
         "train": _add_train,
         **dict.fromkeys(("generate", "evaluate", "plot"), _add_run_commands),
         "plan": _add_plan,
+        "outer": _add_outer,
         "checkpoint": _add_checkpoint,
         "deepspeed": _add_deepspeed,
     }
@@ -251,6 +253,12 @@ def _add_plan(app: typer.Typer) -> None:
     from zeroshard.plan.plan_commands import add_commands
 
     add_commands(app, _say, _fail)
+
+
+def _add_outer(app: typer.Typer) -> None:
+    from zeroshard.outer.serve_commands import add_commands
+
+    add_commands(app, lambda text: print(printable(text), flush=True), _fail)
 
 
 def _add_checkpoint(app: typer.Typer) -> None:

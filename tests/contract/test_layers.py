@@ -42,6 +42,7 @@ LAYERS = (
     "parallel",
     "outer",
     "checkpoint",
+    "outer",
     "plan",
     "evidence",
     "rehearse",
