@@ -97,6 +97,12 @@ def _check_outer(options: object, described: Described) -> None:
     if not isinstance(options, Outer):
         raise TypeError(f"outer must be a zs.Outer; got {options!r}. Write outer=zs.Outer(every=50).")
     options.check()
+    for name, module in described.model.named_modules():
+        if isinstance(module, nn.SyncBatchNorm) and module.process_group is None:
+            raise ValueError(
+                f"Module '{name}' is a SyncBatchNorm over all ranks of the launch, so islands would wait for each "
+                "other in each forward. Give it a process group of the ranks of an island, or use BatchNorm."
+            )
     trained = [unit for unit in described.units if unit.reduced]
     if len(trained) < options.fragments:
         raise ValueError(
