@@ -75,8 +75,8 @@ def check_settings(config: Config) -> None:
     file = config.folder / _FILE
     if file.exists():
         _compare(load_config(file), config, file)
-    newest = zs.latest(config.folder) if config.folder.exists() else None
-    made = int(found[1]) if newest is not None and (found := _NAME.fullmatch(newest.name)) else 0
+    saved = zs.list_checkpoints(config.folder) if config.folder.exists() else []
+    made = max((one.step for one in saved if not one.problem), default=0)
     if made > config.train.steps:
         raise ValueError(
             f"train.steps={config.train.steps}: {config.folder} has made {made} steps, and steps are not taken back; "

@@ -116,35 +116,36 @@ def first_values(model: Any, folder: Path | None) -> Callable[[Any], None]:
     for path in sorted(folder.glob("*.safetensors")) if folder is not None else ():
         with safe_open(path, framework="pt") as file:
             files |= dict.fromkeys(file.keys(), path)
-    names, base = {id(module): name for name, module in model.named_modules()}, model.get_base_model()
-    places: dict[int, list[str]] = {}
+    base, names = model.get_base_model(), dict[int, list[str]]()
     for name, tensor in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)):
-        places.setdefault(id(tensor), []).append(name.removeprefix(_PREFIX).replace(_BASE, ""))
-    lacking = [names for p, names in ((p, places[id(p)]) for p in model.parameters()) if not _is_adapter(names[0])]
-    for of_one in lacking if files else ():
-        if not any(name in files for name in of_one):
+        names.setdefault(id(tensor), []).append(name.removeprefix(_PREFIX).replace(_BASE, ""))
+    for of_one in [names[id(p)] for p in model.parameters()] if files else ():
+        if not _is_adapter(of_one[0]) and not any(name in files for name in of_one):
             raise ValueError(
                 f"model.lora: {folder} has no {of_one[0]!r}: with adapters, files are read under the names that the "
                 "model gives its parameters. Write the folder anew: load the model with from_pretrained, and call "
                 "save_pretrained."
             )
+    # By module and key: the tensors of `zs.shard` are others than those of the model on the meta device.
+    stored: dict[int, dict[str, str | None]] = {}
+    adapters: dict[int, bool] = {}
+    for name, module in model.named_modules():
+        own = {key: t for key, t in (*module._parameters.items(), *module._buffers.items()) if t is not None}
+        stored[id(module)] = {key: next((n for n in names[id(t)] if n in files), None) for key, t in own.items()}
+        if own and _is_adapter(f"{name}."):
+            adapters[id(module)] = ".lora_B." in f"{name}."
 
     def initialize(module: Any) -> None:
-        own = {**module._parameters, **module._buffers}
-        wanted = {key: tensor for key, tensor in own.items() if tensor is not None}
-        name = names[id(module)]
-        found = {key: next((n for n in places[id(tensor)] if n in files), None) for key, tensor in wanted.items()}
-        if _is_adapter(f"{name}."):
-            nn.init.zeros_(module.weight) if ".lora_B." in name else nn.init.kaiming_uniform_(
-                module.weight, math.sqrt(5)
-            )
+        found = stored[id(module)]
+        if (is_second := adapters.get(id(module))) is not None:
+            nn.init.zeros_(module.weight) if is_second else nn.init.kaiming_uniform_(module.weight, math.sqrt(5))
             return
         if not all(found.values()):
             base._init_weights(module)
-        for key, stored in found.items():
-            if stored is not None:
-                with safe_open(files[stored], framework="pt") as file:
-                    wanted[key].data.copy_(file.get_tensor(stored))
+        for key, name in found.items():
+            if name is not None:
+                with safe_open(files[name], framework="pt") as file:
+                    getattr(module, key).data.copy_(file.get_tensor(name))
 
     return initialize
 
