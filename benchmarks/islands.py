@@ -1,7 +1,7 @@
 """Islands that exchange through a mailbox: speed with one that is slow, with stalls, and while islands are killed.
 
     python -m benchmarks.islands speed --seconds 20
-    python -m benchmarks.islands kills --count 100
+    python -m benchmarks.islands kills --count 100 --seconds 3
 
 Each island is a launch of one rank, in a process of its own, that trains a small language model of bytes on the text of
 Python's help; the mailbox is a process, too. A step is padded by sleeping to a given time, so that the machine's other
@@ -114,9 +114,10 @@ def train(job: Job) -> None:
             optimizer.zero_grad()
             pause_s = job.step_s + job.stall_s * (stalls.random() < job.stall) - (time.monotonic() - begun_s)
             time.sleep(max(pause_s, 0.0))
+            computed_s = time.monotonic()
             island.after_step()
             end_s = time.monotonic()
-            row: dict[str, Any] = {"at": end_s, "took": end_s - begun_s, "exchanges": island.exchanges}
+            row: dict[str, Any] = {"at": end_s, "took": end_s - begun_s, "exchange": end_s - computed_s}
             if island.steps % 25 == 0:
                 with torch.no_grad():
                     row["loss"] = loss_of(model, data, held_out).item()
@@ -196,6 +197,7 @@ def run_pair(seconds: float, steps_s: Sequence[float], **options: Any) -> dict[s
         "longest_lead": {n: max((about["lead"] for about in log), default=0) for n, log in logs.items()},
         "waited_s": {n: round(sum(about["wait_s"] for about in log), 2) for n, log in logs.items()},
         "losses": losses,
+        "times": times_of(rows["a"]),
         "first_s": first_lead(rows["a"], begin_s, steps_s[0]),
     }
 
@@ -242,8 +244,12 @@ def line_of(name: str, one: dict[str, Any]) -> str:
     )
 
 
-def measure_kills(count: int, step_s: float, every: int) -> dict[str, Any]:
-    """Kill one of two islands again and again at random moments; it joins again each time. Look at the other one."""
+def measure_kills(count: int, step_s: float, every: int, longest_s: float) -> dict[str, Any]:
+    """Kill one of two islands again and again at random moments; it joins again each time. Look at the other one.
+
+    Args:
+        longest_s: of the time between two kills.
+    """
     draw, kills = random.Random(1), 0
     with tempfile.TemporaryDirectory(prefix="zeroshard-islands-") as name:
         run = Run(Path(name))
@@ -251,7 +257,7 @@ def measure_kills(count: int, step_s: float, every: int) -> dict[str, Any]:
             lasting = run.launch("a", time.monotonic() + 1e6, 1, step_s, every=every, staleness=None)
             while kills < count and lasting.is_alive():
                 killed = run.launch("b", time.monotonic() + 1e6, 2, step_s, every=every, staleness=None)
-                time.sleep(draw.uniform(0.1, 1.5))
+                time.sleep(draw.uniform(0.5, longest_s))
                 killed.kill()
                 killed.join()
                 kills += 1
@@ -265,14 +271,11 @@ def measure_kills(count: int, step_s: float, every: int) -> dict[str, Any]:
             run.end()
     counted = [tuple(change[:2]) for about in log for change in about["changes"]]
     of_killed = [version for version, name in counted if name == "b"]
-    took_s = [row["took"] for row in rows[1:]]
     return {
         "kills": kills,
         "steps": len(rows),
         "steps_of_the_killed": comebacks,
-        "longest_s": max(took_s),
-        "median_s": statistics.median(took_s),
-        "longest_over_median": max(took_s) / statistics.median(took_s),
+        **times_of(rows),
         "changes_of_the_killed": len(of_killed),
         "counted_twice": len(counted) - len(set(counted)),
         "in_order": of_killed == sorted(of_killed),
@@ -280,17 +283,22 @@ def measure_kills(count: int, step_s: float, every: int) -> dict[str, Any]:
     }
 
 
-def measure_undisturbed(steps: int, step_s: float, every: int) -> float:
-    """Return the held-out loss of island a after so many steps beside an island that is not killed."""
-    found = run_pair(steps * step_s * 1.1, (step_s, step_s), every=every, staleness=None)
-    return float(found["losses"]["a"][-1][1])
+def times_of(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Return the times of steps: whole ones, and what of them the exchange took."""
+    took_s = [row["took"] for row in rows[1:]]
+    return {
+        "longest_s": max(took_s),
+        "median_s": statistics.median(took_s),
+        "longest_over_median": max(took_s) / statistics.median(took_s),
+        "longest_exchange_s": max(row["exchange"] for row in rows[1:]),
+    }
 
 
 def main() -> None:
     """Measure, print and write."""
     parser = argparse.ArgumentParser(description="Measure islands that exchange through a mailbox.")
     parser.add_argument("what", choices=("speed", "kills"))
-    parser.add_argument("--seconds", type=float, default=20.0, help="of each run")
+    parser.add_argument("--seconds", type=float, default=20.0, help="of each run; between kills, the longest")
     parser.add_argument("--every", type=int, default=5, help="steps between exchanges")
     parser.add_argument("--count", type=int, default=100, help="kills")
     parser.add_argument("--output", type=Path, help="a file for the results, as JSON")
@@ -298,8 +306,9 @@ def main() -> None:
     if arguments.what == "speed":
         found = measure_speed(arguments.seconds, arguments.every)
     else:
-        found = measure_kills(arguments.count, 0.05, arguments.every)
-        found["undisturbed_loss"] = measure_undisturbed(found["steps"], 0.05, arguments.every)
+        found = measure_kills(arguments.count, 0.05, arguments.every, arguments.seconds)
+        undisturbed = run_pair(found["steps"] * found["median_s"], (0.05, 0.05), every=arguments.every, staleness=None)
+        found["undisturbed"] = undisturbed["times"] | {"loss": undisturbed["losses"]["a"][-1][1]}
         print(json.dumps(found, indent=1))
     if arguments.output:
         write_result(arguments.output, circumstances("benchmarks.islands") | {"results": found})

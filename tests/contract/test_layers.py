@@ -42,7 +42,6 @@ LAYERS = (
     "parallel",
     "outer",
     "checkpoint",
-    "outer",
     "plan",
     "evidence",
     "rehearse",

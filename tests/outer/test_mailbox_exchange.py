@@ -224,6 +224,25 @@ def test_an_island_that_was_silent_joins_again_and_keeps_what_it_learned(
     assert "joins again" in caplog.text
 
 
+def test_a_change_that_was_acknowledged_before_an_island_joins_again_is_counted_once(
+    tmp_path: Path, quick_disk: None
+) -> None:
+    with mailbox(tmp_path) as box:
+        values = [np.zeros(3, "<f4") for _ in range(2)]
+        one, other = at_once(
+            *(partial(island, box, tmp_path, n, v, staleness=None) for n, v in zip("ab", values, strict=True))
+        )
+        values[1] += 4
+        other._offer()
+        wait_for(lambda: box.book._last("b") == 1)
+        values[1] += 2
+        other._join_again()
+        assert values[1][0] in (2.0, 4.0)
+        at_once(partial(one.finish, others=True), partial(other.finish, others=True))
+    assert same(values[0], values[1])
+    assert same(values[0], np.full(3, 3.0, "<f4"))
+
+
 def test_islands_go_on_without_the_mailbox_and_put_later(
     tmp_path: Path, quick_disk: None, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

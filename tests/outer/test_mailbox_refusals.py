@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+import os
 import socket
 import struct
 import subprocess
@@ -470,6 +471,28 @@ def test_a_damaged_change_is_not_given_away(box: Mailbox) -> None:
     assert "a piece is damaged" in reply["text"]
     path.write_bytes(data[:-1])
     assert "has 43 bytes, expected 44" in ask(line, do="take", version=1, of="a")["text"]
+
+
+def test_what_is_acknowledged_was_flushed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bytes before the name, and the name before the answer."""
+    events: list[str] = []
+    rename = os.rename
+
+    def name(source: Path, target: Path) -> None:
+        events.append(f"name {Path(target).parent.name}/{Path(target).name}")
+        rename(source, target)
+
+    def flush(descriptor: int) -> None:
+        events.append(f"flush {Path(os.readlink(f'/proc/self/fd/{descriptor}')).name.partition('-')[0]}")
+
+    with mailbox(tmp_path) as box:
+        line = member(box, islands=2, staleness=3)
+        monkeypatch.setattr("os.rename", name)
+        monkeypatch.setattr("os.fsync", flush)
+        assert put(line, np.ones(10, "<f4"), do="put", version=1) == {"version": 1}
+        monkeypatch.undo()
+    assert events[-3:] == ["flush .part", "name 000000000001-a/part-00000", "flush 000000000001"]
+    assert events[:-3] == ["flush mailbox", "flush changes"]  # new folders
 
 
 def test_parts_of_any_size_come_back(tmp_path: Path) -> None:

@@ -160,7 +160,8 @@ class Book:
 
     def _admit(self, name: str, launch: str, before: Member | None) -> Member:
         assert self.facts is not None
-        if before is not None and self._is_alive(before) and before.launch.split(":")[0] != launch.split(":")[0]:
+        is_other = before is not None and before.launch.split(":")[0] != launch.split(":")[0]
+        if before is not None and is_other and before.lines and self._is_alive(before):
             raise Refused(
                 "taken",
                 f"an island named '{name}' is in the mailbox already: each launch needs a name of its own. After a "
