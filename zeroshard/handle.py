@@ -34,6 +34,7 @@ from zeroshard.loader import Stateful, restore, states_of
 from zeroshard.misuse import HABIT, refuse_those
 from zeroshard.optim.admission import check_optimizers
 from zeroshard.optim.keeps import kept_by
+from zeroshard.outer.islands import Islands
 from zeroshard.outer.start import Start
 from zeroshard.report.profile import Profile
 from zeroshard.setup.equal import check_equal, facts_of_optimizer, tell_refusal
@@ -87,7 +88,8 @@ class Zero:
         if described.chosen and engine.mesh.rank == 0:
             logging.getLogger(__name__).info(described.chosen)
         self._islands = start.islands(engine, described.model, self._sharded)
-        self._saver = Saver(engine, described.model, self._sharded, self._islands)
+        self._together = self._islands if isinstance(self._islands, Islands) else None
+        self._saver = Saver(engine, described.model, self._sharded, self._together)
         self._averages: weakref.WeakSet[Average] = weakref.WeakSet()
         self.residency = described.row
         """The row of the residency table."""
@@ -547,8 +549,10 @@ class Zero:
             )
         self._saver.wait("zero.load()")
         only_model = only_model or model_only
-        start = load if self._islands is None else functools.partial(load_islands, islands=self._islands)
+        start = load if self._together is None else functools.partial(load_islands, islands=self._together)
         loaded = start(self._engine, self._model, self._sharded, path, only_model=only_model, cast=cast)
+        if self._islands is not None:
+            self._islands.loaded()
         restore(self.mesh.across, loader, loaded.extra, path)
         return loaded
 

@@ -167,6 +167,18 @@ class Island:
         """The anchors, (numel,): what was taken in so far. Not to be changed."""
         return self._anchors
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the anchors, and of a change that is on its way."""
+        return int(self._anchors.nbytes + (0 if self._pending is None else self._pending[1].nbytes))
+
+    def come_back(self) -> None:
+        """Replace the values by the anchors, with what is on its way: after a checkpoint has replaced them."""
+        values = self._anchors.copy()
+        if self._pending is not None:
+            values += self._pending[1]
+        self._values.write(values)
+
     def after_step(self) -> None:
         """Count a step; every `every` steps, exchange. Call it after each `optimizer.step()`, skipped ones included.
 
