@@ -35,7 +35,7 @@ from zeroshard.outer.island_options import IslandOptions
 
 __all__ = ["main"]
 
-CONTEXT, BATCH = 16, 32
+CONTEXT, BATCH, WARMUP = 16, 32, 30
 PRELOAD = ("torch", "torch._dynamo", "zeroshard.handle", "zeroshard.outer.island_model")
 SERVER = """
 import sys
@@ -108,6 +108,8 @@ def train(job: Job) -> None:
     draw, stalls = torch.Generator().manual_seed(job.seed), random.Random(job.seed)
     with Path(job.record).open("a", encoding="utf-8") as file:
         while (begun_s := time.monotonic()) < job.until_s:
+            # An island that comes back has new states of its optimizer: their first steps are short.
+            optimizer.param_groups[0]["lr"] = 3e-3 * min(1.0, (island.steps + 1) / WARMUP)
             loss = loss_of(model, data, torch.randint(0, cut, (BATCH,), generator=draw))
             loss.backward()
             optimizer.step()
@@ -256,7 +258,7 @@ def measure_kills(count: int, step_s: float, every: int, longest_s: float) -> di
         try:
             lasting = run.launch("a", time.monotonic() + 1e6, 1, step_s, every=every, staleness=None)
             while kills < count and lasting.is_alive():
-                killed = run.launch("b", time.monotonic() + 1e6, 2, step_s, every=every, staleness=None)
+                killed = run.launch("b", time.monotonic() + 1e6, 2 + kills, step_s, every=every, staleness=None)
                 time.sleep(draw.uniform(0.5, longest_s))
                 killed.kill()
                 killed.join()

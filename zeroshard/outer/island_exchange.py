@@ -223,7 +223,10 @@ class Island:
             settled = self._source.drain(self.version, self.steps, others=True, limit_s=patience_s)
             if settled is None:
                 break
-            self._take(settled)
+            if settled.is_gone:
+                self._join_again()
+            else:
+                self._take(settled)
         self.close(leaves=True)
 
     def close(self, *, leaves: bool = False) -> None:

@@ -166,7 +166,7 @@ class Post:
         else:
             values = self._lines.receive(line, {"do": "take anchors"})
         with self._changed:
-            self._outgoing, self._is_gone, self._launch = None, False, launch
+            self._outgoing, self._is_gone, self._launch, self._has_told_done = None, False, launch, False
             self._arrived.clear()
             self._own.clear()
             self._taken, self._told = dict(versions), dict(versions)
@@ -224,6 +224,11 @@ class Post:
         with self._changed:
             versions: list[int] = self._index["islands"].get(name, {}).get("versions", [])
             return [version for version in versions if version > self._taken.get(name, 0)]
+
+    def taken(self, name: str) -> int:
+        """Return the newest version of an island that was taken in."""
+        with self._changed:
+            return self._taken.get(name, 0)
 
     def change(self, version: int, name: str) -> np.ndarray:
         """Return a change of another island that has arrived."""

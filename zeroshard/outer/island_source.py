@@ -113,19 +113,18 @@ class Mail(Source):
 
     def drain(self, version: int, step: int, *, others: bool, limit_s: float) -> Found | None:
         """See `Source`."""
-        name, end_s = self._options.island, time.monotonic() + limit_s
+        own, end_s = self._options.island, time.monotonic() + limit_s
 
         def is_ready(look: Look) -> bool:
-            is_there = self._has_news(look) if others else look.here.get(name, 0) >= version
+            is_there = self._has_news(look) if others else look.here.get(own, 0) >= version
             return is_there or (not look.is_up and time.monotonic() > end_s)
 
         if others:
             self._post.tell_done()
         found = self._wait(is_ready, version)
-        if not others:
-            return found
-        is_over = not found.is_up or found.is_gone or not any(self._post.listed(other) for other in found.here)
-        return None if is_over else found
+        # By what all ranks have in common: another answer on one of them would leave the others alone.
+        has_more = any(last > self._post.taken(name) for name, last in found.here.items())
+        return found if not others or found.is_gone or (found.is_up and has_more) else None
 
     def _has_news(self, look: Look) -> bool:
         """Return whether everything that the mailbox has is here, and there is something, or nothing more will come."""
