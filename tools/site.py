@@ -42,12 +42,12 @@ LONGEST = 60_000
 def path_of(page: str) -> str:
     """Return the place in the repository of a page of the site, from which its links lead."""
     places = {site: root for root, site in MOVED.items()}
-    return places.get(page, f"docs/{page}")
+    return page.removeprefix(f"{SOURCE}/") if page.startswith(f"{SOURCE}/") else places.get(page, f"docs/{page}")
 
 
-def target_of(link: str, page: str) -> str:
-    """Return the path in the repository to which a relative link of a page leads."""
-    return posixpath.normpath(posixpath.join(posixpath.dirname(path_of(page)), link))
+def target_of(link: str, path: str) -> str:
+    """Return the path in the repository to which a relative link in a file leads."""
+    return posixpath.normpath(posixpath.join(posixpath.dirname(path), link))
 
 
 def place_of(path: str) -> str:
@@ -58,7 +58,7 @@ def place_of(path: str) -> str:
         return path.removeprefix("docs/")
     if path.startswith("examples/") and path.endswith((".py", ".ipynb")):
         return f"{Path(path).with_suffix('')}.md"
-    return f"{SOURCE}/{path}" if Path(path).suffix in RAW else f"{SOURCE}/{path}.md"
+    return f"{SOURCE}/{path}" if Path(path).suffix in {*RAW, ".md"} else f"{SOURCE}/{path}.md"
 
 
 def is_relative(link: str) -> bool:
@@ -76,21 +76,20 @@ def outside_fences(text: str) -> Iterator[tuple[str, bool]]:
     yield text[at:], True
 
 
-def prepared(text: str, page: str) -> str:
-    """Return a page as the site shows it: files included, links to where the site has their targets."""
+def prepared(text: str, page: str, path: str) -> str:
+    """Return the text of a file as a page of the site shows it: files included, links to where the site has targets."""
 
     def to_site(found: re.Match[str]) -> str:
         if not is_relative(found[2]):
             return found[0]
-        place = place_of(target_of(found[2], page))
+        place = place_of(target_of(found[2], path))
         return f"{found[1]}{posixpath.relpath(place, posixpath.dirname(page) or '.')}{found[3]}"
 
     def included(found: re.Match[str]) -> str:
-        path = ROOT / found[1]
-        content = path.read_text()
-        if path.suffix != ".md":
-            return fenced(content, path.suffix)
-        return prepared(content.partition("<!-- begin -->\n")[2] or content, page)
+        content = (ROOT / found[1]).read_text()
+        if not found[1].endswith(".md"):
+            return fenced(content, Path(found[1]).suffix)
+        return prepared(re.sub(r"\A# .*\n+", "", content), page, found[1])
 
     parts = [LINK.sub(to_site, part) if is_prose else part for part, is_prose in outside_fences(text)]
     return INCLUDE.sub(included, "".join(parts)).replace("<details>", '<details markdown="1">')
@@ -108,7 +107,8 @@ def shown(path: str) -> str:
     if place.is_dir():
         names = sorted(one.name for one in place.iterdir() if not one.name.startswith(("_", ".")))
         return f"{UNSEARCHED}# {path}\n\n" + "\n".join(f"- `{name}`" for name in names)
-    return f"{UNSEARCHED}# {path}\n\n{fenced(place.read_text(), place.suffix)}\n"
+    text = place.read_text()
+    return UNSEARCHED + (text if place.suffix == ".md" else f"# {path}\n\n{fenced(text, place.suffix)}\n")
 
 
 def example_page(path: Path) -> str:
@@ -226,27 +226,33 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     made |= reference_pages()
     for place, text in made.items():
         files.append(File.generated(config, place, content=text))
-    texts = {file.src_uri: file.content_string for file in files.documentation_pages()}
-    for page, text in texts.items():
-        for path in linked(text, page):
+    new = [file.src_uri for file in files.documentation_pages() if not file.src_uri.startswith("reference/")]
+    while new:
+        page = new.pop()
+        for path in linked(files.src_uris[page].content_string, path_of(page)):
             place = place_of(path)
-            if files.get_file_from_path(place) is None and (ROOT / path).exists():
-                content = (ROOT / path).read_bytes() if Path(place).suffix in RAW else shown(path)
-                files.append(File.generated(config, place, content=content))
+            if place in files.src_uris or not (ROOT / path).exists():
+                continue
+            content = (ROOT / path).read_bytes() if Path(place).suffix in RAW else shown(path)
+            files.append(File.generated(config, place, content=content))
+            if (ROOT / path_of(place)).suffix == ".md" and (ROOT / path_of(place)).exists():
+                new.append(place)
     return files
 
 
-def linked(text: str, page: str) -> Iterator[str]:
-    """Yield the paths in the repository to which a page, and what it includes, links."""
+def linked(text: str, path: str) -> Iterator[str]:
+    """Yield the paths in the repository to which a file, and what it includes, links."""
     prose = "".join(part for part, is_prose in outside_fences(text) if is_prose)
     for found in INCLUDE.finditer(prose):
         if found[1].endswith(".md"):
-            yield from linked((ROOT / found[1]).read_text(), page)
-    yield from (target_of(link, page) for _, link, _ in LINK.findall(prose) if is_relative(link))
+            yield from linked((ROOT / found[1]).read_text(), found[1])
+    yield from (target_of(link, path) for _, link, _ in LINK.findall(prose) if is_relative(link))
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Include files, and lead links to where the site has their targets."""
-    if page.file.src_uri.startswith((f"{SOURCE}/", "reference/")):
+    place = page.file.src_uri
+    is_shown = place.startswith(f"{SOURCE}/") and not (ROOT / path_of(place)).exists()
+    if place.startswith("reference/") or is_shown:
         return markdown
-    return prepared(markdown, page.file.src_uri)
+    return prepared(markdown, place, path_of(place))
