@@ -179,6 +179,18 @@ def test_the_errors_of_the_guide_are_those_of_the_package() -> None:
     assert [text for text in quoted if text not in texts] == []
 
 
+def test_pages_are_short() -> None:
+    """Say each thing once: what a page says, a docstring or another page need not say."""
+    tool = load_tool("words")
+    counts = {page: tool.words_of(page.read_text()) for page in tool.pages()}
+    assert sum(counts.values()) <= 25_000, counts
+
+
+def test_words_are_those_that_people_write() -> None:
+    text = "# A *b*\n\n[c d](e.md) `f`\n\n```sh\ng\n```\n<!-- h -->\n<!-- table: i -->\nj\n<!-- end -->\n| k | l |\n"
+    assert load_tool("words").words_of(text) == 7
+
+
 def run_quick_start(program: str, folder: str) -> str:
     """Run the README's program in a folder; return what it prints. Runs on a rank."""
     os.chdir(folder)
