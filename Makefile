@@ -8,7 +8,7 @@ STAMP := $(VENV)/.stamp
 # One thread a process: ranks share the cores of this host.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: train test test-all torture bench lint check browser clean
+.PHONY: train test test-all torture bench docs dist lint check browser clean
 
 train: $(STAMP)
 	$(VENV)/bin/zeroshard train $(ARGS)
@@ -33,6 +33,19 @@ bench: $(STAMP)
 	DS_BUILD_OPS=0 $(VENV)/bin/pip install --quiet -c constraints.txt -e '.[bench]'
 	$(VENV)/bin/python -m benchmarks.run $(or $(ARGS),--plan all)
 	$(if $(ARGS),,$(VENV)/bin/python -m benchmarks.report)
+
+# The documentation site: open build/site/index.html. Warnings are errors.
+docs: $(STAMP)
+	$(VENV)/bin/pip install --quiet -c constraints.txt -e '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict --quiet
+
+# Wheel and sdist, from the sdist, with their metadata, description and contents checked.
+dist: $(STAMP)
+	$(VENV)/bin/pip install --quiet -c constraints.txt -e '.[release]'
+	rm -rf dist
+	$(VENV)/bin/python -m build
+	$(VENV)/bin/twine check --strict dist/*
+	$(VENV)/bin/check-wheel-contents dist/*.whl
 
 lint: $(STAMP)
 	$(VENV)/bin/ruff check .
