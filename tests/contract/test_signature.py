@@ -8,9 +8,7 @@ import torch
 
 import zeroshard as zs
 
-ARGUMENTS = (
-    "stage residency activations offload parameters ignored precision units mesh reduction weights settings".split()
-)
+ARGUMENTS = "stage residency activations offload parameters ignored precision units mesh reduction outer weights settings".split()
 """After model and optimizer."""
 
 NEW = {

@@ -111,7 +111,7 @@ CASES: MappingProxyType[str, tuple[Case, str]] = MappingProxyType(
         "refused on one island": (lambda: of_one_island(outer(every=0), outer(every=4)), "must be at least 1; got 0"),
         "one rank of an island": (
             lambda: outer(every=4) | ({"model": nn.Linear(5, 3)} if dist.get_rank() == 3 else {}),
-            "(3, 5)",
+            "different models, options or versions",
         ),
     }
 )
