@@ -8,7 +8,10 @@ import torch
 
 import zeroshard as zs
 
-ARGUMENTS = "stage residency activations offload parameters ignored precision units mesh reduction outer weights settings".split()
+ARGUMENTS = [
+    *("stage", "residency", "activations", "offload", "parameters", "ignored", "precision", "units"),
+    *("mesh", "reduction", "outer", "weights", "settings"),
+]
 """After model and optimizer."""
 
 NEW = {

@@ -89,7 +89,7 @@ CASES: MappingProxyType[str, tuple[Case, str]] = MappingProxyType(
             lambda: outer(every=4) | {"model": nn.Sequential(nn.Linear(5, 4), nn.SyncBatchNorm(4))},
             "Module '1' is a SyncBatchNorm over all ranks of the launch",
         ),
-        "another every": (lambda: of_one_island(outer(every=8), outer(every=4)), "rank 2: outer: every=8"),
+        "another every": (lambda: of_one_island(outer(every=8), outer(every=4)), "outer: every=8"),
         "other bits": (lambda: of_one_island(outer(every=4, bits=8), outer(every=4)), "bits=8"),
         "another rate": (
             lambda: outer(every=4, optimizer=lambda p: torch.optim.SGD(p, lr=0.1 * (1 + dist.get_rank() // 2))),
