@@ -8,15 +8,15 @@ STAMP := $(VENV)/.stamp
 # One thread a process: ranks share the cores of this host.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: train test test-all torture bench lint check browser clean
+.PHONY: train test test-all torture bench docs dist lint check browser clean
 
 train: $(STAMP)
 	$(VENV)/bin/zeroshard train $(ARGS)
 
 # Three at once: tests with several ranks wait more than they compute. The slowest are listed: CONTRIBUTING.md.
 PYTEST := $(VENV)/bin/pytest -n 3 --dist worksteal --durations=25
-# Which seventh of what takes time: the next commit has the next one, and ROTATION=2 names it.
-ROTATION ?= $(shell echo $$(( $$(git rev-list --count HEAD 2>/dev/null || echo 0) % 7 )))
+# Which share of what takes time: the next commit has the next one, and ROTATION=2 names it.
+ROTATION ?= $(shell git rev-list --count HEAD 2>/dev/null || echo 0)
 
 test: $(STAMP)
 	$(PYTEST) --rotation $(ROTATION) $(ARGS)
@@ -34,6 +34,19 @@ bench: $(STAMP)
 	$(VENV)/bin/python -m benchmarks.run $(or $(ARGS),--plan all)
 	$(if $(ARGS),,$(VENV)/bin/python -m benchmarks.report)
 
+# The documentation site: open build/site/index.html. Warnings are errors.
+docs: $(STAMP)
+	$(VENV)/bin/pip install --quiet -c constraints.txt -e '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict --quiet
+
+# Wheel and sdist, from the sdist, with their metadata, description and contents checked.
+dist: $(STAMP)
+	$(VENV)/bin/pip install --quiet -c constraints.txt -e '.[release]'
+	rm -rf dist
+	$(VENV)/bin/python -m build
+	$(VENV)/bin/twine check --strict dist/*
+	$(VENV)/bin/check-wheel-contents dist/*.whl
+
 lint: $(STAMP)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
@@ -41,6 +54,7 @@ lint: $(STAMP)
 
 check: lint
 	$(VENV)/bin/pytest tests/contract
+	$(VENV)/bin/python -m tools.ages
 
 # Chromium of Debian or Ubuntu, for the tests of the report page; they are skipped where it is missing.
 browser:

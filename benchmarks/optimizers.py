@@ -40,7 +40,7 @@ EVALUATIONS: Final = 5
 EVAL_WINDOWS: Final = 32
 RESULT: Final = Path(__file__).parent / "results" / "optimizers.json"
 BEGIN, END = "<!-- table: optimizers -->", "<!-- end -->"
-PAGE: Final = Path(__file__).parent.parent / "docs" / "optimizers.md"
+PAGE: Final = Path(__file__).parent / "results" / "optimizers.md"
 
 
 def config_of(options: argparse.Namespace, optimizer: str, multiple: float, steps: int) -> Config:

@@ -31,8 +31,8 @@ __all__ = [
     "write_tables",
 ]
 
-PAGE: Final = Path(__file__).parents[1] / "docs" / "benchmarks.md"
 RESULTS: Final = Path(__file__).parent / "results"
+PAGE: Final = RESULTS / "steps.md"
 PLOT: Final = "steps.png"
 GPU: Final = "gpu.json"
 

@@ -34,7 +34,7 @@ from zeroshard.testing import run_ranks
 from zeroshard.train.models.split_hf import RANDOM, split_hf
 from zeroshard.tree import find
 
-PAGE = Path(__file__).parents[1] / "docs" / "models.md"
+PAGE = Path(__file__).parents[1] / "benchmarks" / "results" / "units.md"
 LARGE_BYTES, LARGE_PART, EQUAL, SMALL_BYTES = 64 << 20, 8, 8, 1 << 20
 WARNED_BYTES, WARNED_PART = 256 << 20, 0.5
 STEPS = 3

@@ -19,7 +19,7 @@ from zeroshard.plan.result import ERROR
 
 __all__ = ["Needs", "best_table", "needs_of", "needs_table", "read_needs"]
 
-PAGE: Final = Path(__file__).parent.parent / "docs" / "one-gpu.md"
+PAGE: Final = Path(__file__).parent.parent / "benchmarks" / "results" / "one-gpu.md"
 MODELS: Final = (
     "llama-3.2-1b",
     "llama-3.2-3b",

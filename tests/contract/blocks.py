@@ -15,6 +15,6 @@ def examples(text: str | None) -> list[str]:
     return [textwrap.dedent(block) for block in BLOCK.findall(inspect.cleandoc(text or ""))]
 
 
-def run_block(program: str, where: str) -> None:
-    """Run one fenced block as a program of its own."""
-    exec(compile(program, f"<example in {where}>", "exec"), {"__name__": "__example__"})
+def run_block(program: str, where: str, names: dict[str, object] | None = None) -> None:
+    """Run one fenced block: as a program of its own, or with the names of the blocks before it."""
+    exec(compile(program, f"<example in {where}>", "exec"), {"__name__": "__example__"} if names is None else names)

@@ -1,5 +1,6 @@
 """Well-known loops, converted by the diffs of `docs/coming-from.md`: as many lines as it says, and the same losses."""
 
+import importlib.util
 import os
 import re
 from pathlib import Path
@@ -67,3 +68,21 @@ def test_a_converted_loop_has_the_losses_of_the_original(name: str, tmp_path: Pa
         for of_original, losses in zip(*(run(original, folder, 2) for folder in folders), strict=True):
             assert 0 < len(losses) < 10
             assert losses == pytest.approx(of_original, rel=1e-5)
+
+
+@pytest.mark.rotates
+def test_a_converted_loop_of_deepspeed_has_the_losses_of_the_original_and_of_fsdp2(tmp_path: Path) -> None:
+    original, diff = (LOOPS / "deepspeed.py").read_text(), diff_of("deepspeed")
+    removed, added = (sum(line.startswith(sign) for line in diff.splitlines()) for sign in "-+")
+    assert f"{removed} lines out, {added} in" in PAGE.read_text().partition("<!-- diff: deepspeed -->")[0]
+    folders = {name: str(tmp_path / name) for name in ("fsdp2", "converted", "original")}
+    for folder in folders.values():
+        Path(folder).mkdir()
+    expected = run((LOOPS / "fsdp2.py").read_text(), folders["fsdp2"], 2)
+    found = [run(convert(original, diff), folders["converted"], 2)]
+    if importlib.util.find_spec("deepspeed") is not None:
+        found.append(run(original, folders["original"], 2))
+    for by_rank in found:
+        for of_fsdp2, losses in zip(expected, by_rank, strict=True):
+            assert len(losses) == 10
+            assert losses == pytest.approx(of_fsdp2, rel=1e-5)

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import zeroshard as zs
 from tests.outer.plain import adamw, build, loss_of, mesh_of
-from zeroshard import handle
+from zeroshard import sharding
 from zeroshard.testing import RankFailure, run_ranks
 
 TIMEOUT_S = 120.0
@@ -119,18 +119,18 @@ CASES: MappingProxyType[str, tuple[Case, str]] = MappingProxyType(
 
 def refusals() -> dict[str, str]:
     """Try each case; return what it raised."""
-    found, version = {}, handle.VERSION
+    found, version = {}, sharding.VERSION
     for name, (case, _) in CASES.items():
         asked = {"mesh": mesh_of(2), "stage": 2, "settings": SETTINGS, **case()}
         model = asked.pop("model", None) or build(torch.float32)
         optimizer = asked.pop("optimizer", torch.optim.AdamW)(model.parameters(), lr=0.1)
-        handle.VERSION = asked.pop("version", version)  # type: ignore[misc]
+        sharding.VERSION = asked.pop("version", version)  # type: ignore[misc]
         try:
             zs.shard(model, optimizer, **asked)
         except (TypeError, ValueError, zs.RankMismatchError) as error:
             found[name] = str(error)
         finally:
-            handle.VERSION = version  # type: ignore[misc]
+            sharding.VERSION = version  # type: ignore[misc]
     return found
 
 

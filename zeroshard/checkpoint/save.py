@@ -15,6 +15,7 @@ Note: from tensors to a checkpoint
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, final
@@ -33,7 +34,7 @@ from zeroshard.checkpoint.commit import (
     write_manifest,
     write_tensors,
 )
-from zeroshard.checkpoint.contents import ADVICE, COMMITTED, LOOK, Plan, agree_on, make_plan
+from zeroshard.checkpoint.contents import ADVICE, COMMITTED, LOOK, How, Plan, agree_on, make_plan
 from zeroshard.checkpoint.islands import adopt, island_items, save_parts
 from zeroshard.checkpoint.manifest import FileEntry
 from zeroshard.checkpoint.places import join_plan
@@ -75,37 +76,35 @@ class Saver:
         self,
         path: str | Path,
         extra: Mapping[str, Any] | None,
+        how: How,
         *,
-        step: int | None,
         asynchronous: bool,
-        keep: int | None,
     ) -> Path:
         """Write a checkpoint. See `Zero.save`."""
         if self._islands is None:
-            return self._save(Path(path), extra, step=step, asynchronous=asynchronous, keep=keep)
-        if asynchronous:
-            raise ValueError(
-                f"{self._engine.mesh} zero.save(asynchronous=True) does not support islands, which commit one "
-                "checkpoint together. Leave asynchronous= out."
-            )
+            return self._save(Path(path), extra, how, asynchronous=asynchronous)
+        for name, is_given in (("asynchronous", asynchronous), ("model_only", how.model_only)):
+            if is_given:
+                raise ValueError(
+                    f"{self._engine.mesh} zero.save({name}=True) does not support islands, which commit one checkpoint "
+                    f"of anchors and parameters together. Leave {name}= out."
+                )
 
         def save(target: Path) -> Path:
-            kept = keep if target == Path(path) else None
-            return self._save(target, extra, step=step, asynchronous=False, keep=kept)
+            own = how if target == Path(path) else replace(how, keep=None)  # the first island's part removes old ones
+            return self._save(target, extra, own, asynchronous=False)
 
         return save_parts(self._engine, self._islands, Path(path), save)
 
-    def _save(
-        self, target: Path, extra: Mapping[str, Any] | None, *, step: int | None, asynchronous: bool, keep: int | None
-    ) -> Path:
+    def _save(self, target: Path, extra: Mapping[str, Any] | None, how: How, *, asynchronous: bool) -> Path:
         engine, what = self._engine, "zero.save()"
         begin(engine, what)
         self._settle(waits=True)
         with together(engine, f"{what}: looking at what is to be saved", ADVICE):
             owned = owned_states(engine, self._optimizers)
             change = None if self._islands is None else partial(island_items, engine, self._islands)
-            plan = make_plan(engine, self._model, self._optimizers, target, extra or {}, step, keep, owned, change)
-        agree_on(engine, plan, what, f"asynchronous={asynchronous}")
+            plan = make_plan(engine, self._model, self._optimizers, target, extra or {}, how, owned, change)
+        agree_on(engine, plan, what, f"asynchronous={asynchronous}, model_only={how.model_only}")
         plan, is_first = join_plan(engine, plan, what), engine.mesh.across.rank == 0
         attempt = engine.comm.across.texts(new_attempt(), "the name of a save")[0]
         folder, what = temporary_folder(target, attempt), f"{what} to {target}"

@@ -1,6 +1,7 @@
-"""Local updates: islands of ranks that step by themselves, and exchange what they learned.
+"""Data parallelism that does not wait: islands of ranks that step by themselves, and exchange what they learned.
 
-Read `formula.py` (the arithmetic), then `islands.py` (when an exchange begins and ends).
+Read `formula.py` (the arithmetic), then `islands.py` (when islands of one launch exchange), then `mailbox.py` and
+`island_exchange.py` (islands that are launches of their own).
 """
 
 __all__: list[str] = []

@@ -13,13 +13,14 @@ Note: steps and exchanges
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any, final
+from typing import final
 
 import torch
 
 from zeroshard.core.engine import Engine
 from zeroshard.optim.keeps import state_cost
 from zeroshard.outer import formula
+from zeroshard.outer.apart import Apart
 from zeroshard.outer.exchange import Arrived, Exchange, is_finite
 from zeroshard.outer.fragments import Fragment, fragments_of, store_of
 from zeroshard.outer.options import Outer
@@ -36,7 +37,7 @@ Tensor = torch.Tensor
 
 
 @final
-class Islands:
+class Islands(Apart):
     """The islands that one model is trained on, seen from this rank.
 
     Args:
@@ -46,31 +47,19 @@ class Islands:
     """
 
     def __init__(self, engine: Engine, comm: Comm, options: Outer, optimizers: Sequence[ShardedOptimizer]) -> None:
-        self._engine, self.comm, self.options, self._optimizers = engine, comm, options, optimizers
+        super().__init__(engine, optimizers)
+        self.comm, self.options = comm, options
         self.fragments: list[Fragment] = fragments_of(engine.units, options, store_of(options, engine.mesh.device))
         for fragment in self.fragments:
             fragment.take_anchors()
         self.optimizer = options.make([fragment.anchor for fragment in self.fragments])
         """The outer optimizer; None for the average."""
-        self.steps, self.exchanges = 0, 0
-        """Steps so far, skipped ones included, and exchanges so far; equal on all islands at an exchange."""
+        self.exchanges = 0
+        """Exchanges so far; they and the steps are equal on all islands at an exchange."""
         self.under_way: Exchange | Arrived | None = None
-        self._seen = 0
 
-    def follow(self, one: ShardedOptimizer) -> None:
-        """Count the steps of an optimizer of the model."""
-        self._engine.undo.keep(one.optimizer.register_step_post_hook(self._after_step))
-
-    def count(self) -> int:
-        """Return the steps that each optimizer of the model has made."""
-        return min((one.steps for one in self._optimizers), default=0)
-
-    def _after_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        # The hook also runs after a step of the class that an optimizer extends, and after that of each optimizer.
-        if (count := self.count()) <= self._seen:
-            return
-        self._seen = count
-        self.steps += 1
+    def exchange(self) -> None:
+        """See `Apart`."""
         options = self.options
         turn, rest = divmod(self.steps + options.delay, options.distance)
         if not rest:
@@ -128,6 +117,9 @@ class Islands:
     def device(self) -> torch.device:
         """The rank's device."""
         return self._engine.mesh.device
+
+    def loaded(self) -> None:
+        """See `Apart`: `checkpoint/islands.py` reads what islands have."""
 
     def settle(self) -> None:
         """Wait for the messages of an exchange that is under way, if any, which then still ends at its own step."""

@@ -3,13 +3,16 @@
 Owns the options of `zs.shard(outer=)`. It must not know ranks or engines.
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, final
 
 import torch
 
+from zeroshard.outer.island_options import IslandOptions
 from zeroshard.table.cells import Cell, Elsewhere, Place, Sharded
 
 __all__ = ["Outer"]
@@ -18,6 +21,9 @@ AVERAGE = "average"
 CELLS = MappingProxyType({"device": Sharded(), "host": Elsewhere(Sharded(), Place("host"))})
 """The cells of what islands keep besides the engine's state, by `Outer(memory=)`."""
 BITS = (32, 8, 4)
+TOGETHER = ("optimizer", "fragments", "delay", "mix", "bits")
+ALONE = ("secret_file", "island", "islands", "staleness", "log", "replay")
+"""Options of the islands of one launch, and of islands that are launches of their own."""
 
 
 @final
@@ -46,6 +52,16 @@ class Outer:
         bits: bits of an element of a change in messages: 32 (the anchors' own format), 8 or 4, in blocks of 256
             elements with one scale. What rounding loses is added to the island's next change.
         memory: "device" or "host": where anchors, outer states and what rounding lost are.
+        address: "host:port" of a mailbox, which `zeroshard outer --serve` starts: this launch is one island, of as many
+            ranks as it has, and the others are launches of their own (docs/mailbox.md). Anchors are in host memory,
+            and the other options up to here but `every` keep their defaults.
+        secret_file: with `address`, a file with the secret that islands and mailbox have in common.
+        island: with `address`, the name of this island, that no other has.
+        islands: with `address`, the number of islands at the start, by which each change is divided.
+        staleness: with `address`: 0 waits in each exchange for all islands (BSP), a number bounds by how many exchanges
+            the fastest may lead (SSP), and None never waits (ASP).
+        log: with `address`, a folder for everything that this island sends and takes in.
+        replay: a folder that `log` has written: the island takes in what it took in then, instead of what arrives.
 
     Source: Stich 2018 (local SGD, averaging); Douillard et al. 2023 (DiLoCo); Douillard et al. 2025 (fragments, delay,
         mix; arXiv 2501.18512).
@@ -65,6 +81,24 @@ class Outer:
     mix: float = 0.0
     bits: Literal[32, 8, 4] = 32
     memory: Literal["device", "host"] = "device"
+    address: str = ""
+    secret_file: str | Path = ""
+    island: str = ""
+    islands: int = 0
+    staleness: int | None = 0
+    log: str | Path | None = None
+    replay: str | Path | None = None
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether this launch is one island."""
+        return bool(self.address)
+
+    def alone(self) -> IslandOptions:
+        """Return the options of an island that is a launch of its own."""
+        return IslandOptions(
+            self.island, self.islands, self.every, self.staleness, self.address, self.secret_file, self.log
+        )
 
     @property
     def distance(self) -> int:
@@ -82,6 +116,13 @@ class Outer:
         Raises:
             TypeError, ValueError: an option is not supported; the text names it.
         """
+        defaults = {one.name: one.default for one in dataclasses.fields(self)}
+        why = "is for islands of one launch, without" if self.is_alone else "needs the mailbox of other launches:"
+        for name in TOGETHER if self.is_alone else ALONE:
+            if (value := getattr(self, name)) != defaults[name]:
+                raise ValueError(f"Outer({name}={value!r}) {why} address=.")
+        if self.is_alone:
+            self.alone()
         for name in ("every", "fragments", "delay"):
             if type(number := getattr(self, name)) is not int:
                 raise TypeError(f"Outer({name}=) must be an integer; got {number!r}.")

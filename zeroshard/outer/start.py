@@ -14,7 +14,9 @@ from zeroshard.core.engine import Engine
 from zeroshard.join.start import accepted_by_all
 from zeroshard.optim.admission import check_optimizers
 from zeroshard.optim.whole import whole_of
+from zeroshard.outer.apart import Apart
 from zeroshard.outer.islands import Islands
+from zeroshard.outer.mailed import Mailed
 from zeroshard.outer.options import Outer
 from zeroshard.outer.places import split
 from zeroshard.setup.equal import check_equal
@@ -49,12 +51,14 @@ class Start:
         """This rank and its counterparts on the other islands; None without islands."""
         self.asked, self.own, self.launch = asked, domain, domain
         """What `mesh=` means on this island, its ranks, and the ranks of all islands."""
-        if options is not None:
+        self._known: Sequence[torch.optim.Optimizer] = ()
+        if options is not None and not getattr(options, "address", ""):
             found = split(asked, domain)
             self.asked, self.own, self.launch, self.across = found.asked, found.own, found.launch, found.across
 
     def check(self, described: Described) -> None:
         """Raise ValueError or TypeError unless islands can exchange the described model."""
+        self._known = described.optimizers
         if self._options is not None:
             _check_outer(self._options, described)
 
@@ -75,11 +79,14 @@ class Start:
         if self._options is not None and self._comm is not None:
             check_equal(self._comm.mesh, self._comm, [*_facts_of(self._options), *facts])
 
-    def islands(self, engine: Engine, model: nn.Module, optimizers: Sequence[ShardedOptimizer]) -> Islands | None:
+    def islands(self, engine: Engine, model: nn.Module, optimizers: Sequence[ShardedOptimizer]) -> Apart | None:
         """Give all islands the first values of the first one, and return them.
 
-        Collective: broadcasts of this rank's shards, and of buffers; every rank of all islands must call.
+        Collective: broadcasts of this rank's shards, and of buffers; every rank of all islands must call. An island
+        that is a launch of its own: see `Mailed`.
         """
+        if self._options is not None and self._options.is_alone:
+            return Mailed(engine, self._options, optimizers, self._known)
         if self._options is None or self._comm is None:
             return None
         _align(engine, model, self._comm)

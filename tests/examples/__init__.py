@@ -1,0 +1,1 @@
+"""The examples run, and what their pages say of them holds."""
