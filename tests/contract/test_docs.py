@@ -45,7 +45,7 @@ def test_a_broken_link_is_found(tmp_path: Path) -> None:
     assert broken_links(text, tmp_path) == ["gone.md"]
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/coming-from.md", "docs/optimizers.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/coming-from.md", "docs/optimizers.md", "docs/recipes.md"])
 def test_the_programs_of_a_page_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     programs = examples((REPOSITORY / page).read_text())
