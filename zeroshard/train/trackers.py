@@ -6,7 +6,7 @@ Read `Tracker` first.
 """
 
 import importlib.util
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, Protocol, final
@@ -149,4 +149,6 @@ class _MLflow:
         self._mlflow.end_run()
 
 
-_BACKENDS: Final = MappingProxyType({"tensorboard": _TensorBoard, "wandb": _Wandb, "mlflow": _MLflow})
+_BACKENDS: Final[Mapping[str, Callable[[Path, str, Mapping[str, Any]], Backend]]] = MappingProxyType(
+    {"tensorboard": _TensorBoard, "wandb": _Wandb, "mlflow": _MLflow}
+)
