@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from zeroshard import integrations as integrations
     from zeroshard import optim
     from zeroshard.checkpoint.load import Loaded
     from zeroshard.checkpoint.verify import latest, list_checkpoints
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from zeroshard.describe.offload import Offload
     from zeroshard.describe.precision import Precision
     from zeroshard.handle import Zero, shard
+    from zeroshard.integrations.deepspeed import from_deepspeed as from_deepspeed
     from zeroshard.join.start import init
     from zeroshard.loader import Resumable
     from zeroshard.pipes import Pipeline, pipeline
