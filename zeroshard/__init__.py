@@ -10,7 +10,8 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from zeroshard import integrations as integrations
+    from collections.abc import Callable
+
     from zeroshard import optim
     from zeroshard.checkpoint.load import Loaded
     from zeroshard.checkpoint.verify import latest, list_checkpoints
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
     from zeroshard.describe.offload import Offload
     from zeroshard.describe.precision import Precision
     from zeroshard.handle import Zero, shard
-    from zeroshard.integrations.deepspeed import from_deepspeed as from_deepspeed
     from zeroshard.join.start import init
     from zeroshard.loader import Resumable
     from zeroshard.pipes import Pipeline, pipeline
@@ -36,6 +36,9 @@ if TYPE_CHECKING:
     from zeroshard.whole.average import Average
     from zeroshard.wire.comm import gather_across_ranks, mean_across_ranks
     from zeroshard.wire.mesh import Mesh
+
+    from_deepspeed: Callable[..., Any]
+    """Of `integrations/deepspeed.py`, which stands above this module."""
 
 __all__ = [
     "Activations",
