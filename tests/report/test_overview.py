@@ -69,7 +69,7 @@ def test_curves_have_the_numbers_of_the_data_and_one_axis(open_page: Open, plan:
         "State memory of rank 0: sum of its columns' peaks",
     ]
     charts = opened.script("""zeroshard.views.get('overview').charts.map(({ chart }) => [
-        chart.steps, chart.values, chart.series.map(({ run, points, isMarked }) => [run, Boolean(isMarked), points])])""")
+        chart.steps, chart.values, chart.series.map(({ run, points, isMarked }) => [run, !!isMarked, points])])""")
     assert {tuple(steps) for steps, _, _ in charts} == {(1, 1000)}
     keys = ("loss", "learning_rate", "grad_norm", "tokens_per_s", "memory_bytes")
     for key, (_, (low, high), series) in zip(keys, charts, strict=True):
@@ -91,7 +91,7 @@ def test_the_cursor_is_at_one_step_of_all_charts(open_page: Open, plan: dict[str
     opened.page.keyboard.press("ArrowLeft")
     assert opened.script("zeroshard.views.get('overview').charts.map(({ chart }) => chart.cursor)") == [990] * 5
     readouts = opened.script("""[...document.querySelectorAll('#overview .readout')].map((one) =>
-        [...one.querySelectorAll('[data-value]')].map(({ dataset }) => [Number(dataset.step), Number(dataset.value)]))""")
+        [...one.querySelectorAll('[data-value]')].map(({ dataset }) => [dataset.step, dataset.value].map(Number)))""")
     rates = [[990, run["learning_rate"][989]] for run in plan["curves"] if "learning_rate" in run]
     assert readouts[1] == rates
     # The run of 600 steps has its last loss there, and held-out losses are those of the nearest evaluation.
@@ -184,4 +184,4 @@ def test_no_label_of_a_limit_hides_another(open_page: Open, mixed: dict[str, Any
     labels = opened.script("zeroshard.views.get('film').labels")
     assert [text.partition(":")[0] for text, _ in labels] == ["total", "a100-40"]
     assert labels[1][1] - labels[0][1] >= 16
-    assert labels[0][1] >= opened.script("zeroshard.views.get('film').film.top")
+    assert labels[0][1] - 8 >= opened.script("zeroshard.views.get('film').film.top")
