@@ -15,8 +15,8 @@ train: $(STAMP)
 
 # Three at once: tests with several ranks wait more than they compute. The slowest are listed: CONTRIBUTING.md.
 PYTEST := $(VENV)/bin/pytest -n 3 --dist worksteal --durations=25
-# Which seventh of what takes time: the next commit has the next one, and ROTATION=2 names it.
-ROTATION ?= $(shell echo $$(( $$(git rev-list --count HEAD 2>/dev/null || echo 0) % 7 )))
+# Which share of what takes time: the next commit has the next one, and ROTATION=2 names it.
+ROTATION ?= $(shell git rev-list --count HEAD 2>/dev/null || echo 0)
 
 test: $(STAMP)
 	$(PYTEST) --rotation $(ROTATION) $(ARGS)
@@ -54,6 +54,7 @@ lint: $(STAMP)
 
 check: lint
 	$(VENV)/bin/pytest tests/contract
+	$(VENV)/bin/python -m tools.ages
 
 # Chromium of Debian or Ubuntu, for the tests of the report page; they are skipped where it is missing.
 browser:

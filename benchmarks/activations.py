@@ -25,6 +25,7 @@ from benchmarks.machine import circumstances, write_result
 from benchmarks.peaks import measure_peak
 from zeroshard.activations import recompute_units, treatment_of
 from zeroshard.core.saved import SavedTensors
+from zeroshard.describe.treatments import activations_of
 from zeroshard.describe.units import plan_units
 from zeroshard.plan.trace.tracer import trace_step
 from zeroshard.plan.trace.treated import Unwatched
@@ -43,7 +44,7 @@ RESULT = Path(__file__).parent / "results" / "activations.json"
 
 def treat(model: nn.Module, how: str) -> None:
     """Treat the activations of a model that is not sharded."""
-    cell, plans = zs.activations_of(how), plan_units(model, [Block])
+    cell, plans = activations_of(how), plan_units(model, [Block])
     treatment = treatment_of(cell, plans, axis_of(SoloComm(current_mesh(), Ledger())), Ledger())
     if treatment is None:
         return

@@ -39,8 +39,9 @@ from benchmarks.cases import CASES, Block, make_batch, make_model
 from benchmarks.machine import circumstances, write_result
 from benchmarks.report import aligned, gpu_table, optimizer_table
 from tools.one_of_many import one_of_many
-from zeroshard.handle import shard_over
+from zeroshard.plan.machine.profiles import device_for
 from zeroshard.setup.request import Request
+from zeroshard.sharding import shard_over
 from zeroshard.table.trace import Ledger
 from zeroshard.torch_groups import emulated_group
 from zeroshard.wire.nccl import NcclComm
@@ -323,7 +324,7 @@ def _measure_time(entrants: Sequence[Entrant], ranks: int, sizes: Sizes) -> dict
 
 def add_plans(result: dict[str, Any]) -> None:
     """Put beside each entrant of zeroshard what a plan for the device says, which needs no device."""
-    device = zs.device_for("h200" if "H200" in result["machine"].get("gpu", "") else "h100-80")
+    device = device_for("h200" if "H200" in result["machine"].get("gpu", "") else "h100-80")
     for section in SECTIONS:
         of_title = (one["entrants"] for one in result["sections"] if one["section"] == section.title)
         for found in of_title:

@@ -44,8 +44,8 @@ import zeroshard as zs
 from benchmarks.gpu import comm_of_many, fake_ranks, rank_0_of
 from tools.emulated import Device, EmulatedLinks
 from tools.shared_gpu import SharedDevice
-from zeroshard.handle import shard_over
 from zeroshard.setup.request import Request
+from zeroshard.sharding import shard_over
 from zeroshard.table.trace import Ledger
 from zeroshard.testing import run_ranks
 from zeroshard.wire.links import Links
@@ -484,7 +484,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--ranks", type=int, default=2, help="ranks that share the device")
-    parser.add_argument("--only", default="", help="run checks whose name and job contain this text")
+    parser.add_argument("--only", nargs="+", default=[""], help="run checks whose name and job contain one of these")
     parser.add_argument("--out", type=Path, required=True, help="the JSON file")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no check after so long")
     parser.add_argument("--jobs", type=int, default=1, help="checks at a time")
@@ -500,7 +500,8 @@ def main(arguments: Sequence[str]) -> int:
     asked = [
         (check, job)
         for check, job in plan(options.device, options.ranks, gpus)
-        if options.only in f"{check.__name__} {job!r}" and (check.__name__, json.dumps(asdict(job))) not in done
+        if any(text in f"{check.__name__} {job!r}" for text in options.only)
+        and (check.__name__, json.dumps(asdict(job))) not in done
     ]
     for (check, job), found in zip(asked, _all_of(asked, options.jobs, end_s), strict=True):
         if found is None:

@@ -37,6 +37,7 @@ from torch.utils.checkpoint import checkpoint
 import zeroshard as zs
 from benchmarks.machine import circumstances, write_result
 from zeroshard.describe.offload import OffloadLike
+from zeroshard.plan.machine.profiles import device_for, host_device
 from zeroshard.train.models.gpt import GPT, GPTConfig
 
 __all__ = ["ENTRANTS", "Sizes", "main"]
@@ -298,7 +299,7 @@ def main(arguments: Sequence[str]) -> None:
         parser.error("--output is the result file")
     if options.plan:
         result = json.loads(options.output.read_text())
-        device = zs.device_for("h100-80") if options.device == "cuda" else zs.host_device()
+        device = device_for("h100-80") if options.device == "cuda" else host_device()
         for row in result["rows"]:
             if (place := row["entrant"].removeprefix("zeroshard, ")) in OFFLOADS:
                 row["planned"] = plan_of(sizes, row["depth"], OFFLOADS[place], device)

@@ -45,8 +45,8 @@ from benchmarks.cases import GPT, TransformerBlock
 from benchmarks.gpu import Nobody, fake_ranks
 from benchmarks.machine import circumstances, write_result
 from benchmarks.report import aligned
-from zeroshard.handle import shard_over
 from zeroshard.setup.request import Request
+from zeroshard.sharding import shard_over
 from zeroshard.table.trace import Ledger
 from zeroshard.wire.comm import Channel, Vote
 from zeroshard.wire.nccl import NcclComm

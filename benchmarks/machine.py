@@ -3,6 +3,7 @@
 Owns the fields of result files that all benchmarks share, and how such a file is written. It names no host and no path.
 """
 
+import hashlib
 import json
 import os
 import platform
@@ -10,17 +11,19 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-__all__ = ["available_bytes", "circumstances", "write_result"]
+__all__ = ["available_bytes", "circumstances", "hash_of", "room_of", "write_result"]
+
+PACKAGE = Path(__file__).parents[1] / "zeroshard"
 
 
 def circumstances(module: str, packages: Sequence[str] = ("torch", "numpy")) -> dict[str, Any]:
-    """Return the machine, the versions, the commit, the command (of `python -m module`) and the date."""
+    """Return machine, versions, commit, hashes of the code, the command (of `python -m module`) and the date."""
     cpu = next((line.split(":", 1)[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")), "")
     return {
         "machine": {
@@ -32,6 +35,7 @@ def circumstances(module: str, packages: Sequence[str] = ("torch", "numpy")) -> 
         },
         "versions": {"python": platform.python_version(), **{name: _version(name) for name in packages}},
         "commit": _commit(),
+        "code": _code(),
         "command": shlex.join(["python", "-m", module, *sys.argv[1:]]),
         "date": datetime.now(UTC).date().isoformat(),
     }
@@ -42,6 +46,28 @@ def write_result(path: Path, result: dict[str, Any]) -> None:
     text = json.dumps(result, indent=1)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(re.sub(r"\[[^][{}]*\]", lambda found: f"[{' '.join(found[0][1:-1].split())}]", text) + "\n")
+
+
+def room_of(path: Path) -> str:
+    """Return the room of a file of the package, by its path in there; "" for a file that lies in none."""
+    return path.parts[0] if len(path.parts) > 1 else ""
+
+
+def hash_of(texts: Mapping[str, bytes]) -> str:
+    """Return a hash of files, by path: equal for equal names and bytes, in any order and wherever the package lies."""
+    found = hashlib.sha256()
+    for path, text in sorted(texts.items()):
+        found.update(f"{Path(path).name} {len(text)} ".encode() + text)
+    return found.hexdigest()[:12]
+
+
+def _code() -> dict[str, str]:
+    """Return a hash of each room of the package, so that a result can tell whether what it measured has changed."""
+    rooms: dict[str, dict[str, bytes]] = {}
+    for path in PACKAGE.rglob("*.py"):
+        if room := room_of(path.relative_to(PACKAGE)):
+            rooms.setdefault(room, {})[str(path)] = path.read_bytes()
+    return {room: hash_of(texts) for room, texts in sorted(rooms.items())}
 
 
 def available_bytes() -> int:

@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from .rotation import ROTATIONS, RUNNING, TURNS, split
+from .rotation import RUNNING, TURNS, split, turn_of
 
 PRELOAD = ("pytest", "tests.warm")
 PRELOAD_OF_TRANSFORMERS = "tests.integrations.tiny"
@@ -30,8 +30,8 @@ WITHOUT_RANKS = ("contract", "site", "store", "table", "test_durability")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the choice of a rotation."""
-    text = "which seventh of the cases that rotate runs, or all"
-    parser.addoption("--rotation", choices=ROTATIONS, default="all", help=text)
+    text = f"which share of the cases that rotate runs: a number, modulo {TURNS}, or all"
+    parser.addoption("--rotation", default="all", help=text)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -43,7 +43,7 @@ def pytest_report_header(config: pytest.Config) -> str:
     """Say what the results depend on."""
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
     rotation = config.option.rotation
-    which = "all cases" if rotation == "all" else f"rotation {rotation} of 0 to {TURNS - 1}"
+    which = "all cases" if rotation == "all" else f"rotation {turn_of(rotation)} of 0 to {TURNS - 1}"
     return f"torch {torch.__version__}, {torch.get_num_threads()} thread, GPU: {gpu}, {which}"
 
 

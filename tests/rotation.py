@@ -1,11 +1,12 @@
-"""What `make test` runs: a seventh of what takes time, and with every seventh all that is quick or finds planted bugs.
+"""What `make test` runs: a share of what takes time, and with every share all that is quick or finds planted bugs.
 
-Owns the rule. What each rotation leaves out the other six run, and `make test-all` runs everything. There are four
-kinds of things that rotate:
+Owns the rule. Of `TURNS` rotations each runs its share of what rotates, and `make test-all` runs everything. There are
+four kinds of things that rotate:
 
 - cases of a test marked `product`, which checks one property for many worlds, stages, seeds or models;
 - values of a loop inside a test, which are given to `third`: the first value and a third of the others;
-- a test or case marked `rotates`, which says little that other tests do not;
+- a test or case marked `rotates`, which says little that other tests do not; `rotates(together=True)` marks a file
+  whose tests share what takes time, so that one rotation has all of them;
 - any test of which a case takes `COSTLY_S` or more, as `tests/seconds.json` has them measured (`tools/seconds.py`).
 
 Each case that rotates runs in one of the rotations. A case that finds a planted bug (`tools/planted.py`) runs in each,
@@ -25,9 +26,8 @@ from tools.seconds import seconds_of_tests
 
 Value = TypeVar("Value")
 
-TURNS = 7
-"""A prime number, so that every seventh case of a table meets all values of its parameters."""
-ROTATIONS = (*map(str, range(TURNS)), "all")
+TURNS = 11
+"""A prime number, so that every eleventh case of a table meets all values of its parameters."""
 
 COSTLY_S = 1.0
 """With quicker ones a rotation takes a minute and a half."""
@@ -54,6 +54,14 @@ class Running:
 
 
 RUNNING = Running()
+
+
+def turn_of(rotation: str) -> int | None:
+    """Return which of `TURNS` turns a rotation is, or none for "all".
+
+    A rotation may be any number, such as that of commits: loops then have other values when a turn comes again.
+    """
+    return None if rotation == "all" else int(rotation) % TURNS
 
 
 def is_whole() -> bool:
@@ -86,19 +94,23 @@ def split(items: Sequence[pytest.Item], rotation: str) -> tuple[list[pytest.Item
 
     Turns are shifted by a number of the test, so that no rotation has the first cases of all products.
     """
+    now = turn_of(rotation)
     kept: list[pytest.Item] = []
     left_out: list[pytest.Item] = []
     cases = Counter[str]()
     for item in items:
         name = item.nodeid.partition("[")[0]
         case, cases[name] = cases[name], cases[name] + 1
-        turn = (zlib.crc32(name.encode()) + case) % TURNS
-        if rotation in ("all", str(turn)) or item.nodeid in NAMED:
+        mark = item.get_closest_marker("rotates")
+        if mark is not None and mark.kwargs.get("together"):
+            turn = zlib.crc32(name.partition("::")[0].encode()) % TURNS
+        else:
+            turn = (zlib.crc32(name.encode()) + case) % TURNS
+        if now in (None, turn) or item.nodeid in NAMED:
             is_kept = True
         elif item.get_closest_marker("product") is not None:
             is_kept = case == 0 and finds_a_bug(item.nodeid)
         else:
-            rotates = item.get_closest_marker("rotates") is not None or name in COSTLY
-            is_kept = finds_a_bug(item.nodeid) or not rotates
+            is_kept = finds_a_bug(item.nodeid) or (mark is None and name not in COSTLY)
         (kept if is_kept else left_out).append(item)
     return kept, left_out

@@ -13,7 +13,7 @@ from tools.planted import BUGS
 from tools.seconds import seconds_in, seconds_of_tests
 
 from . import conftest, rotation
-from .rotation import NAMED, ROTATIONS, RUNNING, TURNS, share, split, third
+from .rotation import NAMED, RUNNING, TURNS, share, split, third, turn_of
 
 ROOT = Path(__file__).parents[1]
 PRODUCTS = """
@@ -100,16 +100,35 @@ def test_rotations_are_everything_together(products: str, monkeypatch: pytest.Mo
 
 def test_a_product_of_this_suite_rotates() -> None:
     items = collected(str(Path(__file__).parent / "engine" / "test_parity.py"))
-    *parts, everything = (names_of(split(items, number)[0]) for number in ROTATIONS)
+    *parts, everything = (names_of(split(items, number)[0]) for number in (*map(str, range(TURNS)), "all"))
     assert set().union(*parts) == set(everything)
     assert max(map(len, parts)) < 0.4 * len(everything)
     planted = {bug.test.rpartition("/")[2] for bug in BUGS if bug.test.startswith("tests/engine/test_parity.py::")}
     assert planted and planted <= set(everything).intersection(*parts)
 
 
+def test_tests_that_rotate_together_have_one_rotation(products: str) -> None:
+    mark = pytest.mark.rotates(together=True)
+    items = collected(products, "-k", "test_slow or test_pair")
+    assert len(items) == 1 + 6 + 2
+    for item in items:
+        item.add_marker(mark, append=False)
+    sizes = [len(split(items, str(turn))[0]) for turn in range(TURNS)]
+    assert sorted(sizes) == [0] * (TURNS - 1) + [9]
+
+
+def test_a_number_of_commits_is_a_rotation_whose_loops_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = set()
+    for number in (4, 4 + TURNS, 4 + 2 * TURNS):
+        monkeypatch.setattr(RUNNING, "rotation", str(number))
+        monkeypatch.setattr(RUNNING, "case", "tests/a.py::one")
+        assert turn_of(str(number)) == 4
+        seen |= {*third(range(9))}
+    assert seen == {*range(9)}
+
+
 @pytest.mark.rotates
-def test_a_case_that_is_named_or_chosen_keeps_its_place(products: str) -> None:
-    assert len(collected(f"{products}::test_product[1-1]", "--rotation", "0")) == 1
+def test_a_chosen_case_keeps_its_place(products: str) -> None:
     whole = names_of(split(collected(products), "2")[0])
     some = names_of(collected(products, "--rotation", "2", "-k", "test_product"))
     assert some == [name for name in whole if "::test_product[" in name]
@@ -178,5 +197,5 @@ def test_workers_report_what_is_left_out_as_deselected(products: str) -> None:
     command = [sys.executable, "-m", "pytest", products, "--rotation", "1", "-n", "2", "-p", "no:cacheprovider"]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=100)
-    assert "rotation 1 of 0 to 6" in done.stdout
+    assert f"rotation 1 of 0 to {TURNS - 1}" in done.stdout
     assert "8 passed, 19 deselected" in done.stdout, done.stdout

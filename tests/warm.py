@@ -14,8 +14,8 @@ import torch.profiler
 
 import tests.models
 import tests.oracle  # noqa: F401
-import zeroshard.handle
 import zeroshard.parallel.tensor
+import zeroshard.sharding
 import zeroshard.testing
 import zeroshard.train.loop
 import zeroshard.train.planned  # noqa: F401

@@ -35,7 +35,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from zeroshard import handle
+from zeroshard import sharding
 from zeroshard.table.settings import Settings
 from zeroshard.table.trace import Ledger
 from zeroshard.wire.comm import Comm, SoloComm
@@ -407,6 +407,6 @@ def gpu(seed: int = 0) -> Iterator[Device]:
     def make(mesh: Mesh, settings: Settings, ledger: Ledger) -> Comm:
         return emulated_comm(mesh, settings, ledger, device)
 
-    with patch.object(handle, "make_comm", make):
+    with patch.object(sharding, "make_comm", make):
         yield device
     device.check()

@@ -2,6 +2,9 @@
 
     python -m tools.fuzz --seconds 3600
     python -m tools.fuzz --replay findings/finding-0.json
+    python -m tools.fuzz --what mailbox --seconds 600
+
+With `--what mailbox`, what peers send to the mailbox of islands is changed instead.
 
 Each input may take 1 s of the processor and 64 MiB of memory, must be accepted or end in an error that names the file,
 and must leave memory as it was. The exit status is 1 where one did not; it is written to `--findings`. A run ends at a
@@ -15,7 +18,8 @@ import time
 from pathlib import Path
 
 from benchmarks.machine import circumstances, write_result
-from tests.checkpoint.fuzz import Counts, Fuzzer, unpacked
+from tests.checkpoint.fuzz import Counts, Fuzzer
+from tests.outer.fuzz import Fuzzer as MailboxFuzzer
 
 __all__ = ["main"]
 
@@ -24,7 +28,8 @@ TOLD_S = 30.0
 
 def main() -> None:
     """Run for long enough, print the counts, and write them."""
-    parser = argparse.ArgumentParser(description="Fuzz what reads checkpoints.")
+    parser = argparse.ArgumentParser(description="Fuzz what reads checkpoints, or the mailbox of islands.")
+    parser.add_argument("--what", choices=("checkpoints", "mailbox"), default="checkpoints", help="what is fuzzed")
     parser.add_argument("--seconds", type=float, default=60.0, help="for how long")
     parser.add_argument("--seed", type=int, default=1, help="chooses the inputs")
     parser.add_argument("--findings", type=Path, default=Path("findings"), help="a folder for inputs that are wrong")
@@ -33,9 +38,9 @@ def main() -> None:
     arguments = parser.parse_args()
     begin_s = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="zeroshard-fuzz-") as folder:
-        fuzzer = Fuzzer(Path(folder), arguments.seed)
+        fuzzer = (Fuzzer if arguments.what == "checkpoints" else MailboxFuzzer)(Path(folder), arguments.seed)
         for path in arguments.replay:
-            print(f"{path}: {fuzzer.judge(unpacked(path.read_bytes())) or 'right'}")
+            print(f"{path}: {fuzzer.judge_file(path.read_bytes()) or 'right'}")
         while not arguments.replay and (left_s := arguments.seconds - (time.monotonic() - begin_s)) > 0:
             fuzzer.run(min(TOLD_S, left_s), arguments.findings)
             print(f"{time.monotonic() - begin_s:6.0f} s  {line_of(fuzzer.counts)}", flush=True)

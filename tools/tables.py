@@ -9,18 +9,18 @@ Each table stands between `<!-- table: NAME -->` and `<!-- end -->`, which this 
 and figure with what this script writes.
 """
 
-import datetime
 import json
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import zeroshard as zs
+from benchmarks.machine import circumstances
 from benchmarks.report import ratio_of_medians, ratios_of
+from tools import ages
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -54,11 +54,8 @@ def keep(runs: Path) -> None:
     for name in (*(f"stage-{stage}" for stage in STAGES), "default"):
         one = json.loads((runs / name / "summary.json").read_text())
         summaries[name] = {key: value for key, value in one.items() if key not in ("sample", "plan", "profile")}
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True)
-    date = datetime.datetime.now(datetime.UTC).date().isoformat()
     kept = {
-        "commit": commit.stdout.strip(),
-        "date": date,
+        **circumstances("tools.tables"),
         "machine": "CPU, gloo, 2 cores",
         "load": os.getloadavg()[1],
         "runs": summaries,
@@ -66,9 +63,11 @@ def keep(runs: Path) -> None:
     KEPT_RUNS.write_text(json.dumps(kept, indent=1) + "\n")
 
 
-def origin(kept: Mapping[str, Any]) -> str:
-    """Return where numbers come from."""
-    return f"commit {kept['commit'][:7]}, {kept['date']}"
+def origin(*names: str) -> str:
+    """Return where the numbers of results come from, and whether much of the code has changed since."""
+    found = [json.loads((RESULTS / name).read_text()) for name in names]
+    commits = dict.fromkeys(f"commit {one['commit'][:7]}, {one['date']}" for one in found)
+    return "; ".join(commits) + max(map(ages.note, names))
 
 
 def residency_table(kept: Mapping[str, Any]) -> str:
@@ -77,8 +76,8 @@ def residency_table(kept: Mapping[str, Any]) -> str:
     first = summaries[0]
     lines = [
         f"{kept['machine']}: {first['model']}; fp32, AdamW, {first['world_size']} ranks.",
-        f"MB (1e6 bytes) of each rank, measured ([readme.json](benchmarks/results/readme.json), {origin(kept)}). "
-        "Last column: Llama 2 7B, planned.",
+        "MB (1e6 bytes) of each rank, measured ([readme.json](benchmarks/results/readme.json), "
+        f"{origin(KEPT_RUNS.name)}). Last column: Llama 2 7B, planned.",
         "",
         "| | optimizer states | gradients | parameters | kept in all | transient, at most | sent a step | 7B, GB |",
         "|---|---|---|---|---|---|---|---|",
@@ -108,7 +107,7 @@ def plan_of_7b(stage: int) -> zs.Plan:
 def speed_table() -> str:
     """Return step times beside peers; of peers that were also measured with other settings, the range."""
     heats = {name: json.loads((RESULTS / f"step-{case}-2x1.json").read_text()) for name, case in SPEED_CASES.items()}
-    where = "; ".join(sorted({origin(one) for one in heats.values()}))
+    where = origin(*(f"step-{case}-2x1.json" for case in SPEED_CASES.values()))
     lines = [
         f"CPU, gloo, 2 cores: time of a step ({where}), 2 ranks on one host,",
         "micro-batch 1, interleaved rounds, as a multiple of DDP with a static graph.",
@@ -132,7 +131,7 @@ def gpu_lines() -> list[str]:
     return [
         '"With messages": stage 3 as between hosts; a range: fastest settings to defaults '
         "([docs/benchmarks.md](docs/benchmarks.md)).",
-        f"One H100 as rank 0 of 8 and of 64, without a network (GPT 1.3B in bf16, {origin(found)}, "
+        f"One H100 as rank 0 of 8 and of 64, without a network (GPT 1.3B in bf16, {origin('gpu.json')}, "
         "[gpu.json](benchmarks/results/gpu.json)): "
         f"steps take {min(steps):.2f} to {max(steps):.2f} of FSDP2's time at stages 2 and 3, memory is "
         f"{min(memory):.2f} to {max(memory):.2f} of FSDP2's.",
@@ -158,7 +157,7 @@ def run_table(kept: Mapping[str, Any]) -> str:
             f"`make train` on a {kept['machine']}: {one['wall_s']:.0f} seconds (load average {kept['load']:.0f}, its "
             f"own ranks included), {one['steps']:,} steps of {one['model'].split(':')[1].strip()},",
             f"{one['tokens_per_s']:,.0f} tokens/s, {one['bits_per_byte']:.3f} bits per byte on held-out text of "
-            f"Python's documentation ({origin(kept)}).",
+            f"Python's documentation ({origin(KEPT_RUNS.name)}).",
         ]
     )
 

@@ -14,25 +14,24 @@ if TYPE_CHECKING:
     from zeroshard.checkpoint.load import Loaded
     from zeroshard.checkpoint.verify import latest, list_checkpoints
     from zeroshard.core.version import VERSION as __version__
-    from zeroshard.describe.offload import Offload, offload_of
+    from zeroshard.describe.offload import Offload
     from zeroshard.describe.precision import Precision
-    from zeroshard.describe.treatments import activations_of
-    from zeroshard.handle import Zero, shard
-    from zeroshard.join.arrival import ends_by_signal
-    from zeroshard.join.start import init, texts_across_ranks
+    from zeroshard.handle import Zero
+    from zeroshard.join.start import init
+    from zeroshard.loader import Resumable
+    from zeroshard.outer.options import Outer
     from zeroshard.pipes import Pipeline, pipeline
     from zeroshard.plan.machine.hardware import Device
-    from zeroshard.plan.machine.profiles import device_for, host_device
     from zeroshard.plan.planning import make_plan as plan
     from zeroshard.plan.result import Plan
     from zeroshard.plan.search import search
     from zeroshard.plan.shape.shapes import Transformer
     from zeroshard.report.profile import Profile
+    from zeroshard.sharding import shard
     from zeroshard.table.activations import Activations, Compressed, Offloaded, Partitioned, Recomputed
     from zeroshard.table.cells import Replicated, Residency, Sharded
-    from zeroshard.table.errors import CheckpointError, RankMismatchError, printable
+    from zeroshard.table.errors import CheckpointError, RankMismatchError
     from zeroshard.table.settings import Settings
-    from zeroshard.table.stages import row_of_stage
     from zeroshard.table.trace import Event, Memory, Trace, Traffic
     from zeroshard.whole.average import Average
     from zeroshard.wire.comm import gather_across_ranks, mean_across_ranks
@@ -50,6 +49,7 @@ __all__ = [
     "Mesh",
     "Offload",
     "Offloaded",
+    "Outer",
     "Partitioned",
     "Pipeline",
     "Plan",
@@ -59,6 +59,7 @@ __all__ = [
     "Recomputed",
     "Replicated",
     "Residency",
+    "Resumable",
     "Settings",
     "Sharded",
     "Trace",
@@ -66,24 +67,16 @@ __all__ = [
     "Transformer",
     "Zero",
     "__version__",
-    "activations_of",
-    "device_for",
-    "ends_by_signal",
     "gather_across_ranks",
-    "host_device",
     "init",
     "latest",
     "list_checkpoints",
     "mean_across_ranks",
-    "offload_of",
     "optim",
     "pipeline",
     "plan",
-    "printable",
-    "row_of_stage",
     "search",
     "shard",
-    "texts_across_ranks",
 ]
 
 _MODULES = MappingProxyType(
@@ -99,6 +92,7 @@ _MODULES = MappingProxyType(
         "Mesh": "zeroshard.wire.mesh",
         "Offload": "zeroshard.describe.offload",
         "Offloaded": "zeroshard.table.activations",
+        "Outer": "zeroshard.outer.options",
         "Partitioned": "zeroshard.table.activations",
         "Pipeline": "zeroshard.pipes",
         "Plan": "zeroshard.plan.result",
@@ -108,51 +102,46 @@ _MODULES = MappingProxyType(
         "Recomputed": "zeroshard.table.activations",
         "Replicated": "zeroshard.table.cells",
         "Residency": "zeroshard.table.cells",
+        "Resumable": "zeroshard.loader",
         "Settings": "zeroshard.table.settings",
         "Sharded": "zeroshard.table.cells",
         "Trace": "zeroshard.table.trace",
         "Traffic": "zeroshard.table.trace",
         "Transformer": "zeroshard.plan.shape.shapes",
         "Zero": "zeroshard.handle",
-        "activations_of": "zeroshard.describe.treatments",
-        "device_for": "zeroshard.plan.machine.profiles",
-        "ends_by_signal": "zeroshard.join.arrival",
         "gather_across_ranks": "zeroshard.wire.comm",
-        "host_device": "zeroshard.plan.machine.profiles",
         "init": "zeroshard.join.start",
         "latest": "zeroshard.checkpoint.verify",
         "list_checkpoints": "zeroshard.checkpoint.verify",
         "mean_across_ranks": "zeroshard.wire.comm",
-        "offload_of": "zeroshard.describe.offload",
         "optim": "zeroshard.optim",
         "pipeline": "zeroshard.pipes",
         "plan": "zeroshard.plan",
-        "printable": "zeroshard.table.errors",
-        "row_of_stage": "zeroshard.table.stages",
         "search": "zeroshard.plan.search",
-        "shard": "zeroshard.handle",
-        "texts_across_ranks": "zeroshard.join.start",
+        "shard": "zeroshard.sharding",
     }
 )
 
 
-def __getattr__(name: str) -> Any:
-    """Import a public name from the module that defines it."""
-    if name == "__version__":
-        value = importlib.import_module("zeroshard.core.version").VERSION
-    elif name == "integrations":  # not in `__all__`: it needs other libraries, and stands above this module
-        value = importlib.import_module("zeroshard.integrations")
-    elif name == "from_deepspeed":
-        value = importlib.import_module("zeroshard.integrations.deepspeed").from_deepspeed
-    elif name in _MODULES:
-        module = importlib.import_module(_MODULES[name])
-        value = getattr(module, name, module)  # `plan` is a package that can be called
-    else:
-        functions = importlib.import_module("zeroshard.peers").FUNCTIONS
-        hint = f". Write {functions[name]}" if name in functions else ""
-        raise AttributeError(f"module 'zeroshard' has no attribute {name!r}{hint}")
-    globals()[name] = value
-    return value
+if not TYPE_CHECKING:  # for a type checker, names that the package does not have are mistakes
+
+    def __getattr__(name: str) -> Any:
+        """Import a public name from the module that defines it."""
+        if name == "__version__":
+            value = importlib.import_module("zeroshard.core.version").VERSION
+        elif name == "integrations":  # not in `__all__`: it needs other libraries, and stands above this module
+            value = importlib.import_module("zeroshard.integrations")
+        elif name == "from_deepspeed":
+            value = importlib.import_module("zeroshard.integrations.deepspeed").from_deepspeed
+        elif name in _MODULES:
+            module = importlib.import_module(_MODULES[name])
+            value = getattr(module, name, module)  # `plan` is a package that can be called
+        else:
+            functions = importlib.import_module("zeroshard.peers").FUNCTIONS
+            hint = f". Write {functions[name]}" if name in functions else ""
+            raise AttributeError(f"module 'zeroshard' has no attribute {name!r}{hint}")
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:

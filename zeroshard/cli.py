@@ -12,36 +12,44 @@ Note: untrusted text
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, NoReturn
+from types import MappingProxyType
+from typing import Annotated, Any, Final, NoReturn
 
 import zeroshard
 from zeroshard.table.errors import printable
-from zeroshard.train.launch import (
-    StopSignal,
-    follow_launcher,
-    is_first_rank,
-    joined_world_size,
-    launch_ranks,
-    name_launcher,
-)
+from zeroshard.train.launch import follow_launcher, is_first_rank, joined_world_size, launch_ranks
 
 try:
-    import pydantic  # noqa: F401
     import typer
-
-    from zeroshard.terminal import Terminal, progress_of_bytes
 except ModuleNotFoundError as error:
     _MISSING: str | None = error.name
 else:
     _MISSING = None
 
-if TYPE_CHECKING:
-    from zeroshard.train.config import Config
-
 __all__ = ["main"]
 
-_PROFILED_STEPS: Final = 3
+_RUNS, _PLANS, _FILES, _MORE = "Train", "Plan and understand", "Files", "More"
+COMMANDS: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
+    {
+        "train": (_RUNS, "Train a language model on text, with state sharded over ranks."),
+        "generate": (_RUNS, "Continue a prompt with the model of a run."),
+        "evaluate": (_RUNS, "Score a text, or multiple-choice questions, with the model of a run."),
+        "plot": (_RUNS, "Draw the curves of runs, as text or as a page."),
+        "outer": (_RUNS, "Serve mailboxes to islands that are launches of their own, or replay what one took."),
+        "tokenizer": (_RUNS, "Train a byte-pair tokenizer on the training part of a text."),
+        "plan": (_PLANS, "Predict memory and time of a run, without a device."),
+        "doctor": (_PLANS, "Measure this machine, for plans."),
+        "report": (_PLANS, "Write one self-contained HTML page of runs, plans, searches and scorecards."),
+        "paper": (_PLANS, "Print tables and figures of the ZeRO paper, predicted beside published."),
+        "scorecard": (_PLANS, "Predict published runs, and print the errors."),
+        "checkpoint": (_FILES, "List, verify, compare, export and import checkpoints."),
+        "deepspeed": (_FILES, "Read configurations of DeepSpeed."),
+        "version": (_MORE, "Print the version."),
+    }
+)
+"""Each command with its heading in the help, and what it does."""
 _DOCTOR_PATIENCE_S: Final = 10.0
 _MISTAKE: Final = 2
 """Exit status of an error in the user's input."""
@@ -56,126 +64,64 @@ def main() -> None:
         no_args_is_help=True,
         pretty_exceptions_enable=False,
         help="Train PyTorch models that do not fit.",
+        epilog="zeroshard COMMAND --help says more. Begin with: zeroshard train",
     )
     app.callback(invoke_without_command=True)(_options)
-    app.command()(train)
-    app.command()(tokenizer)
-    app.command()(version)
-    app.command()(doctor)
-    app.command()(report)
-    app.command()(paper)
-    app.command()(scorecard)
-    _add_plan(app)
-    app.add_typer(_checkpoint_commands(), name="checkpoint")
-    app.add_typer(_deepspeed_commands(), name="deepspeed")
+    # Whichever click typer has: the base of its errors.
+    mistakes: type[Any] = next(one for one in typer.BadParameter.__mro__ if one.__name__ == "ClickException")
     try:
-        app()
+        _add(app, next((word for word in sys.argv[1:] if not word.startswith("-")), ""))
+        sys.exit(app(standalone_mode=False))
     except KeyboardInterrupt:
         sys.exit(130)
+    except typer.Abort:
+        sys.exit(1)
+    except mistakes as error:
+        if type(error).__name__ == "NoArgsIsHelpError":
+            error.show()
+            sys.exit(error.exit_code)
+        hint = _hint(error)
+        _fail(error.format_message().rstrip(".") + (f"; {hint}" if hint else ""), error.exit_code)
 
 
-def train(
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="KEY=VALUE", help="Any setting, such as lr=0.001; --dry-run lists them."),
-    ] = None,
-    config: Annotated[Path | None, typer.Option(help="TOML file with settings; --dry-run prints one.")] = None,
-    model: Annotated[str | None, _setting("model.source", "gpt, or hf:DIR for a local folder of transformers.")] = None,
-    depth: Annotated[int | None, _setting("model.depth", "Blocks of gpt; sets width, batch, learning rate.")] = None,
-    ranks: Annotated[
-        int | None, _setting("run.ranks", "Processes; 0: one per GPU, or 2 on a CPU. torchrun's number has priority.")
-    ] = None,
-    tensor: Annotated[int | None, _setting("run.tensor", "Ranks that split each layer: tensor parallelism.")] = None,
-    pipe: Annotated[int | None, _setting("run.pipe", "Places of a pipeline: the model divided by layers.")] = None,
-    schedule: Annotated[str | None, _setting("run.schedule", "Order of micro-batches, with --pipe.")] = None,
-    micro_batches: Annotated[
-        int | None, _setting("run.micro_batches", "Micro-batches of a step, with --pipe; 0: twice as many as places.")
-    ] = None,
-    stage: Annotated[str | None, typer.Option(help="ZeRO stage. Default: 3.", metavar="0|1|2|3|auto")] = None,
-    residency: Annotated[str | None, _setting("zero.residency", "Row of the ZeRO paper; replaces --stage.")] = None,
-    activations: Annotated[
-        str | None,
-        _setting("zero.activations", "keep, recompute (activation checkpointing), compress, ..., joined by +."),
-    ] = None,
-    offload: Annotated[
-        str | None,
-        _setting("zero.offload", "host, /folder, states=0.6,parameters=1,to=/folder, auto."),
-    ] = None,
-    precision: Annotated[str | None, _setting("train.precision", "Precision of the model's computation.")] = None,
-    optimizer: Annotated[str | None, _setting("train.optimizer", "Optimizer; sets the learning rate.")] = None,
-    data: Annotated[
-        str | None, _setting("data.path", "Text, .jsonl, .parquet, or a folder of these; none: Python's documentation.")
-    ] = None,
-    name: Annotated[str | None, _setting("run.name", "Files go to runs/NAME/; an existing run resumes.")] = None,
-    steps: Annotated[int | None, _setting("train.steps", "Updates of the parameters.")] = None,
-    seed: Annotated[int | None, _setting("run.seed", "Seed of parameters, data order and sample.")] = None,
-    compiled: Annotated[bool, typer.Option("--compile", help="Compile each block with torch.compile.")] = False,
-    profile: Annotated[bool, typer.Option("--profile", help="Profile some steps; print where time goes.")] = False,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Start a new run; fail if the run exists.")] = False,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the resolved settings and the plan, and exit.")
-    ] = False,
-) -> None:
-    """Train a language model on text, with state sharded over ranks. Repeat the command to resume the run."""
-    from zeroshard.train.config import AUTO, load_config, to_toml
-    from zeroshard.train.resume import is_complete
-
-    options = {
-        "model.source": model,
-        "model.depth": depth,
-        "run.ranks": ranks,
-        "run.tensor": tensor,
-        "run.pipe": pipe,
-        "run.schedule": schedule,
-        "run.micro_batches": micro_batches,
-        "zero.stage": stage,
-        "zero.residency": residency,
-        "zero.activations": activations,
-        "zero.offload": offload,
-        "train.precision": precision,
-        "train.optimizer": optimizer,
-        "data.path": data,
-        "run.name": name,
-        "train.steps": steps,
-        "run.seed": seed,
-        "run.profile_steps": _PROFILED_STEPS if profile else None,
-        "train.compile_blocks": "true" if compiled else None,
+def _add(app: typer.Typer, wanted: str) -> None:
+    """Add the commands: the wanted one alone in full, since the modules of all take long to import."""
+    adders = {
+        "train": _add_train,
+        **dict.fromkeys(("generate", "evaluate", "plot"), _add_run_commands),
+        "plan": _add_plan,
+        "outer": _add_outer,
+        "checkpoint": _add_checkpoint,
+        "deepspeed": _add_deepspeed,
     }
-    settings = [f"{key}={value}" for key, value in options.items() if value is not None] + (overrides or [])
-    joined = joined_world_size()
-    if joined is not None:
-        follow_launcher()
-        settings.append(f"run.ranks={joined}")
+    own = {one.__name__: one for one in (tokenizer, doctor, report, paper, scorecard, version)}
+    if wanted in adders:
+        try:
+            adders[wanted](app)
+        except ModuleNotFoundError as error:
+            if (error.name or "").partition(".")[0] not in ("pydantic", "rich"):
+                raise
+            _fail(f'the command line needs {error.name!r}; install it with: pip install "zeroshard[cli]"')
+        return
+    for name, (panel, about) in COMMANDS.items():
+        if name in own:
+            app.command(rich_help_panel=panel, hidden=name == "version")(own[name])
+        else:
+            app.command(name, help=about, rich_help_panel=panel)(lambda: None)
+
+
+def _hint(error: Exception) -> str:
+    """Return what to write instead of an option that there is not."""
+    asked = getattr(error, "option_name", None)
+    if not isinstance(asked, str) or "train" not in sys.argv[1:2]:
+        return ""
+    from zeroshard.train.config import full_name
+
     try:
-        resolved = load_config(config, settings)
-        if is_first_rank():
-            from zeroshard.train.run import check_paths  # imports torch, which is slow
-
-            check_paths(resolved)
-        if AUTO in (resolved.zero.stage, resolved.zero.offload):
-            from zeroshard.train.planned import choose_sharding
-
-            resolved = choose_sharding(resolved)
-    except ValueError as error:
-        _fail(str(error))
-    if dry_run:
-        from zeroshard.train.planned import describe_plan, describe_text
-
-        print(to_toml(resolved), end="")
-        print("".join(f"\n# {printable(line)}" for line in (describe_text(resolved), *describe_plan(resolved))))
-        return
-    if is_first_rank():
-        _prepare(resolved, is_fresh=fresh)
-    if is_complete(resolved):
-        if is_first_rank():
-            _say(_complete_line(resolved))
-        return
-    if joined is None and resolved.run.ranks > 1:
-        status, failure = launch_ranks(resolved.run.ranks, sys.argv[1:], patience_s=resolved.zero.watchdog_s)
-        if failure:
-            _fail(failure, status)
-        sys.exit(status)
-    _train(resolved)
+        name = full_name(asked.lstrip("-").replace("-", "_"))
+    except ValueError:
+        return "zeroshard train --list shows all settings"
+    return f"write {name.partition('.')[2]}=VALUE, without dashes"
 
 
 def tokenizer(
@@ -290,61 +236,43 @@ def _options(
         raise typer.Exit
 
 
-def _setting(name: str, about: str) -> Any:
-    """Return the option of one setting, with its choices and default from `zeroshard.train.config`."""
-    from zeroshard.train.config import choices_of, default_of
+def _add_train(app: typer.Typer) -> None:
+    from zeroshard.terminal import Terminal
+    from zeroshard.train.train_command import add_commands
 
-    default, choices = default_of(name), choices_of(name)
-    shown = "none" if default == "" else str(default)
-    return typer.Option(help=f"{about} Default: {shown}.", metavar="|".join(filter(None, choices)) or None)
+    add_commands(app, _say, _fail, Terminal)
 
 
-def _checkpoint_commands() -> typer.Typer:
-    """Return the checkpoint commands, which print through this module."""
-    from zeroshard.checkpoint.checkpoint_commands import make_commands
+def _add_run_commands(app: typer.Typer) -> None:
+    from zeroshard.train.run_commands import add_commands
 
-    return make_commands(print, lambda text: print(f"zeroshard: {text}", file=sys.stderr), progress_of_bytes)
-
-
-def _deepspeed_commands() -> typer.Typer:
-    """Return the commands about DeepSpeed's configurations, which print through this module."""
-    from zeroshard.integrations.deepspeed_commands import make_commands
-
-    return make_commands(_say, _fail)
+    add_commands(app, _say, _fail)
 
 
 def _add_plan(app: typer.Typer) -> None:
-    """Add the command `plan`, which prints through this module."""
     from zeroshard.plan.plan_commands import add_commands
 
     add_commands(app, _say, _fail)
 
 
-def _train(config: Config) -> NoReturn:
-    """Train as one rank: the only rank, or a launched rank."""
-    from zeroshard.train.config import SettingsError
-    from zeroshard.train.loop import train as run
+def _add_outer(app: typer.Typer) -> None:
+    from zeroshard.outer.serve_commands import add_commands
 
-    try:
-        with StopSignal() as stop, Terminal(log_every=config.run.log_every) as terminal:
-            summary = run(config, terminal, stop.is_wanted)
-    except SettingsError as error:  # on every rank alike
-        if is_first_rank():
-            _fail(str(error))
-        sys.exit(_MISTAKE)
-    sys.exit(stop.exit_status if summary.is_interrupted else 0)
+    add_commands(app, lambda text: print(printable(text), flush=True), _fail)
 
 
-def _prepare(config: Config, *, is_fresh: bool) -> None:
-    """Prepare files before ranks start, so that one process reports errors and no rank waits."""
-    from zeroshard.train.resume import check_folder
-    from zeroshard.train.run import prepare
+def _add_checkpoint(app: typer.Typer) -> None:
+    from zeroshard.checkpoint.checkpoint_commands import make_commands
+    from zeroshard.terminal import progress_of_bytes
 
-    try:
-        check_folder(config, is_fresh=is_fresh, launcher=name_launcher())
-        prepare(config)
-    except (ValueError, ImportError, OSError) as error:
-        _fail(str(error))
+    told = make_commands(print, lambda text: print(f"zeroshard: {text}", file=sys.stderr), progress_of_bytes)
+    app.add_typer(told, name="checkpoint")
+
+
+def _add_deepspeed(app: typer.Typer) -> None:
+    from zeroshard.integrations.deepspeed_commands import make_commands
+
+    app.add_typer(make_commands(_say, _fail), name="deepspeed")
 
 
 def _say(message: str) -> None:
@@ -356,12 +284,6 @@ def _fail(message: str, status: int = _MISTAKE) -> NoReturn:
     """Exit with a message."""
     print(printable(f"zeroshard: {message}"), file=sys.stderr)
     sys.exit(status)
-
-
-def _complete_line(config: Config) -> str:
-    """Return a line that says that the run is complete, and how to continue."""
-    made = f"{config.folder} is complete: all {config.train.steps} steps are done"
-    return f"{made}. Continue with more --steps, or start a new run with another --name."
 
 
 if __name__ == "__main__":

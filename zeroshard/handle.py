@@ -1,291 +1,61 @@
-"""`shard()` and the handle that it returns.
+"""The handle of a sharded model, which `zs.shard()` returns.
 
-Owns the order of the steps that shard a model, and the public handle `Zero`. The module lies above `setup/` because the
-handle offers full states and memory accounts. Read `docs/design.md` for an overview, then `core/engine.py`.
+Owns the public handle `Zero`. The module lies above `setup/` because the handle offers full states and memory accounts.
+`sharding.py` makes handles.
 """
 
-import dataclasses
 import functools
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, Literal, ParamSpec, TypeVar, final
+from typing import TYPE_CHECKING, Any, Literal, final
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
-from zeroshard import accelerate_private, peers
+from zeroshard import peers
 from zeroshard.account import accounting
 from zeroshard.account.exhaustion import describe_exhaustion, is_exhaustion
-from zeroshard.account.summary import summarize, warn_if_whole
-from zeroshard.activations import recompute_units, treatment_of
+from zeroshard.account.summary import summarize
+from zeroshard.checkpoint.contents import How
+from zeroshard.checkpoint.islands import load_islands
 from zeroshard.checkpoint.load import Loaded, load
 from zeroshard.checkpoint.save import Saver
 from zeroshard.core.engine import Engine
 from zeroshard.core.norms import norms_of
-from zeroshard.core.parameter import PlainForm
-from zeroshard.core.slot import Form
 from zeroshard.core.states import Scope, Sum
 from zeroshard.core.undo import DETACHED
 from zeroshard.core.unit import Unit
-from zeroshard.core.version import VERSION
-from zeroshard.describe.offload import OffloadLike
-from zeroshard.describe.optimizers import Optimizers, check_entries, optimizers_of
-from zeroshard.describe.parameters import ParametersLike
-from zeroshard.describe.precision import PrecisionLike
-from zeroshard.describe.treatments import ActivationsLike
-from zeroshard.join.start import accepted_by_all, everybody_at, told_to_others
+from zeroshard.describe.optimizers import check_entries, optimizers_of
+from zeroshard.loader import Stateful, restore, states_of
+from zeroshard.misuse import HABIT, refuse_those
 from zeroshard.optim.admission import check_optimizers
 from zeroshard.optim.keeps import kept_by
-from zeroshard.parallel.alike import watch_axis
-from zeroshard.parallel.pipe import check_callers, check_places, norms_over, set_parts_apart
-from zeroshard.parallel.standins import StandIns
+from zeroshard.outer.islands import Islands
+from zeroshard.outer.start import Start
 from zeroshard.report.profile import Profile
-from zeroshard.setup.automatic import free_bytes
-from zeroshard.setup.equal import check_equal, check_mesh, facts_of, facts_of_optimizer, tell_refusal
-from zeroshard.setup.memories import check_updates, make_stores, reserve, source_of
-from zeroshard.setup.request import Described, Request, describe, domain_of, place_of
-from zeroshard.setup.takeover import axis_of, build, move_states
-from zeroshard.setup.wiring import wire
+from zeroshard.setup.equal import check_equal, facts_of_optimizer, tell_refusal
+from zeroshard.setup.memories import check_updates, reserve, source_of
+from zeroshard.setup.request import Described
+from zeroshard.setup.takeover import move_states
 from zeroshard.store.stores import Stores
-from zeroshard.table.cells import Residency
-from zeroshard.table.settings import Settings
 from zeroshard.table.stages import name_of_row
-from zeroshard.table.trace import Ledger, Memory, Trace, Traffic
-from zeroshard.torch_checks import check_torch
+from zeroshard.table.trace import Memory, Trace, Traffic
 from zeroshard.update.kernels import choose_kernels
 from zeroshard.update.optimizer import ShardedOptimizer
 from zeroshard.update.whole_sums import give_sums
-from zeroshard.values.materialize import InitFn
 from zeroshard.whole.access import open_states
 from zeroshard.whole.average import Average, count_averages
 from zeroshard.whole.copies import check_copies
 from zeroshard.whole.detach import detach
 from zeroshard.whole.gathered import gathered
-from zeroshard.whole.module_buffers import follow_buffers
 from zeroshard.whole.moved import move_states_away, move_states_back
-from zeroshard.wire.comm import Comm
-from zeroshard.wire.mesh import Mesh, current_mesh
-from zeroshard.wire.transports import make_comm
+from zeroshard.wire.mesh import Mesh
 
-__all__ = ["Zero", "shard", "shard_over"]
-
-_P = ParamSpec("_P")
-_T = TypeVar("_T")
-MakeComm = Callable[[Mesh, Settings, Ledger], Comm]
-"""Creates the communicator of a mesh; every rank calls it at the same time."""
-
-_HABIT = (
-    "zs.shard() shards the model in place and returns a handle: write `zero = zs.shard(model, optimizer)` and keep "
-    "using `model`."
-)
-OLD = MappingProxyType(
-    {
-        "cut": "shards are cut anywhere; leave it out",
-        "replicas": "write mesh=2 for two copies",
-        "init_fn": "write weights=function",
-    }
-)
-"""Removed arguments and their replacements; arguments that became fields of `Settings` are not listed."""
-
-
-def _refuse_others(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Wrap a function to reject removed arguments, those of other libraries, and libraries that shard, too."""
-
-    @functools.wraps(function)
-    def call(*args: _P.args, **options: _P.kwargs) -> _T:
-        fields = {field.name: f"write settings=zs.Settings({field.name}=...)" for field in dataclasses.fields(Settings)}
-        known = {**peers.ARGUMENTS, **fields, **OLD}
-        for name in options.keys() & known.keys():
-            raise TypeError(f"shard() has no argument {name}=: {known[name]}.")
-        if len(args) > 2:
-            raise TypeError(
-                "shard() takes the model and its optimizer by position and all else by name, such as stage=3; got a "
-                f"third argument, of type {type(args[2]).__name__}. {peers.SEE[0].upper()}{peers.SEE[1:]}."
-            )
-        accelerate_private.refuse_plugins()
-        return function(*args, **options)
-
-    return call
-
-
-@_refuse_others
-def shard(
-    model: nn.Module,
-    optimizer: Optimizers = None,
-    *,
-    stage: int | Literal["auto"] | None = None,
-    residency: Residency | str | None = None,
-    activations: ActivationsLike = None,
-    offload: OffloadLike = None,
-    parameters: ParametersLike = None,
-    ignored: Sequence[object] = (),
-    precision: PrecisionLike = "fp32",
-    units: Sequence[object] | None = None,
-    mesh: DeviceMesh | int | None = None,
-    reduction: Literal["mean", "sum"] | float = "mean",
-    weights: str | Path | InitFn | None = None,
-    settings: Settings = Settings(),  # noqa: B008 (frozen)
-) -> "Zero":
-    """Shard a model and its optimizers in place over all ranks, or those of a mesh; the training loop does not change.
-
-    Every rank receives the parameters and buffers of rank 0. The model, its parameters and the optimizer remain the
-    same objects.
-
-    Args:
-        model: any module; its parameters may have any dtype and strides. A model on another device is moved to the
-            rank's device unit by unit, with its buffers and the optimizer's states. Parameters on the meta device are
-            initialized unit by unit, with the values that `model.apply(initializer)` gives in one process.
-        optimizer: the optimizer or optimizers of the model. With None, pass the optimizer to `zero.attach()` later.
-        stage: the ZeRO stage, 0 to 3; 3 by default. "auto" chooses the lowest stage whose model states and buffers take
-            at most half of the device's free memory; `zs.plan(stage="auto")` also counts activations.
-        residency: a `Residency`, or the name of a configuration of the ZeRO paper, "C1" to "C5"; replaces `stage`.
-        activations: how the tensors that autograd saves are stored between forward and backward: a name such as
-            "recompute" or "recompute+partition+offload" (docs/activations.md lists them), a cell such as
-            `zs.Recomputed(every=4)`, a sequence of names and cells, or a mapping from patterns of unit names to these.
-            By default activations are kept.
-        offload: the state that is stored in host memory or in files instead of on the device: "host" or a folder for
-            optimizer states, master weights and gradients, or a `zs.Offload` for fractions of them (docs/offload.md).
-            "auto" moves to the host only the part of the states that does not fit half of the device's free memory, and
-            at stage 3 also parameters, if all the states are not enough.
-        parameters: how units keep their parameters, if not as `stage` says: "sharded", "until-backward" (gathered
-            parameters stay full from the forward until the backward has used them), "until-step" (they stay full until
-            the optimizer's step, for several micro-batches), "replicated" (never sharded), a cell, or a mapping from
-            patterns of unit names to these, such as {"head": "replicated"}.
-        ignored: parameters, modules or patterns of parameter names that zeroshard does not manage: each rank keeps its
-            own values and gradients, and updates them with an optimizer that is not passed to `shard`. Checkpoints and
-            gradient norms exclude them. Ignored parameters on the meta device start with the values of rank 0.
-        precision: "fp32" (no dtype changes), "bf16", "fp16" (with a dynamic loss scale), a `Precision`, or a mapping
-            from module classes and patterns of module names to these, with the model's own under "", such as {"":
-            "bf16", "blocks.*.router": "fp32"}.
-        units: the modules whose parameters are gathered and reduced together: modules, classes or class names. By
-            default, the blocks in (nested) lists, sequences and dictionaries of modules; small blocks are joined.
-        mesh: the number of replicas of the sharded state, each over world_size / mesh neighbouring ranks: it saves less
-            memory, and keeps most messages among neighbours, such as the ranks of one host. Or a DeviceMesh with axes
-            named "replicate", "shard" and "tensor": state is sharded over "shard", and
-            `parallelize_module(model, mesh["tensor"], plan)` has split parameters over "tensor". Ranks along "tensor"
-            train on the same data, ranks along the other axes on different data. The mesh may be a part of the
-            launch, in any order; the other ranks do not call, and rank 0 is then its first rank (docs/meshes.md).
-        reduction: how gradients are reduced over ranks: "mean", as in data parallelism, "sum", for losses weighted by
-            tokens, or a divisor of the sum.
-        weights: the source of values for a model on the meta device: a function that initializes the tensors of one
-            module, or a directory of safetensors files with the model's parameter names or, for a model of
-            Transformers, the names of its published files. Every rank must see the directory; rank 0 reads it slice by
-            slice. By default, `_init_weights` initializes models of Transformers, and `reset_parameters` of each module
-            initializes other models.
-        settings: timeouts, transports and assurances of the caller; see `Settings`.
-
-    Returns: the handle.
-
-    Raises:
-        ValueError, TypeError: an argument, a parameter or an optimizer cannot be sharded; the text says which.
-        RankMismatchError: ranks differ in model, options or versions, or another rank rejected its arguments.
-        RuntimeError: torchrun started several ranks, and `zs.init()` was not called.
-
-    Collective: broadcast of all parameters and buffers from rank 0; every rank of the mesh must call.
-    Source: Rajbhandari et al. 2020, section 5.
-
-    ```python
-    import torch, zeroshard as zs
-
-    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    zero = zs.shard(model, optimizer, stage=3)
-    before = model(torch.ones(4, 8)).square().mean().item()
-    for _ in range(20):
-        loss = model(torch.ones(4, 8)).square().mean()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-    assert loss.item() < before
-    ```
-    """
-    asked = Request(
-        model,
-        optimizer,
-        stage,
-        residency,
-        activations,
-        offload,
-        parameters,
-        ignored,
-        precision,
-        units,
-        mesh,
-        reduction,
-        weights,
-        settings,
-    )
-    return shard_over(asked, current_mesh(place_of(model)), make_comm)
-
-
-def shard_over(asked: Request, joined: Mesh, make_comm: MakeComm, *, draws_alike: bool = False) -> "Zero":
-    """Shard a model over a communicator that the caller creates: describe, check, build, wire.
-
-    Args:
-        draws_alike: whether places of a pipe draw equal first values for what they have in common.
-
-    Collective: as `shard()`.
-    """
-    settings, ledger = asked.settings if isinstance(asked.settings, Settings) else Settings(), Ledger()
-    with told_to_others(joined):
-        domain = domain_of(joined, asked.mesh)
-    with everybody_at("zs.shard()", domain, settings.watchdog_s, settings.heartbeat_s):
-        # A collective: every rank calls it, whatever its arguments.
-        room_bytes = free_bytes(domain, settings, asked.model)
-        with accepted_by_all(domain, "zs.shard()"):
-            described = describe(dataclasses.replace(asked, room_bytes=room_bytes), domain, _forms_of)
-        check_mesh(described.mesh)
-        comm = make_comm(described.mesh, settings, ledger)
-        if (pipe := described.mesh.pipe) is not None:
-            comm.span(make_comm(pipe, dataclasses.replace(settings, shared_memory=False), Ledger()))
-    elsewhere = frozenset[str]()
-    if pipe is None:
-        check_equal(described.mesh, comm, facts_of(described, VERSION))
-    else:
-        elsewhere = check_places(described, comm, VERSION, draws_alike=draws_alike)
-    check_torch()
-    with accepted_by_all(described.mesh.across, "zs.shard()"):
-        stores = make_stores(described)
-    cell, plans = described.row.activations, described.plans
-    dtypes = {name: parameter.dtype for plan in plans for name, parameter in plan.parameters}
-    engine = build(described, comm, ledger, treatment_of(cell, plans, axis_of(comm), ledger), stores, StandIns)
-    if pipe is not None:
-        engine.norms_of_places = norms_over(engine, elsewhere)
-    if domain.launched > 1:
-        check_callers(engine)
-    engine.order.buffers = follow_buffers(described, comm, engine.order.votes, engine.saved.preserve)
-    zero = Zero(engine, described, dtypes, stores)
-    hooks = wire(engine, described)
-    if pipe is not None:
-        set_parts_apart(engine, described)
-    if len(described.mesh.tensor_ranks) > 1:
-        watch_axis(engine, described.model, settings)
-    recompute_units(cell, plans, hooks, engine.saved, ledger, engine.guard.suspect, engine.undo.put)
-    warn_if_whole(described.mesh, engine.units, described.plans)
-    accelerate_private.mark(described.model, zero.no_sync, engine.undo.put)
-    return zero
-
-
-def _forms_of(model: nn.Module, mesh: Mesh, has_ignored: bool) -> Mapping[int, Form]:
-    """Return the form (plain tensor or DTensor) of each parameter, by identity.
-
-    Args:
-        has_ignored: whether ignored parameters exist. Their gradients are local to a rank, so the gradients of the
-            others must be logical at each stage.
-    """
-    if len(mesh.tensor_ranks) == 1:
-        plain = PlainForm(has_axis=(has_ignored and mesh.world_size > 1) or mesh.pipe is not None)
-        return dict.fromkeys(map(id, model.parameters()), plain)
-    # torch's DTensor takes half a second to import.
-    from zeroshard.parallel.tensor import forms_of
-
-    return forms_of(model, mesh)
+__all__ = ["Zero"]
 
 
 @final
@@ -309,6 +79,7 @@ class Zero:
         described: Described,
         dtypes: Mapping[str, torch.dtype],
         stores: Stores,
+        start: Start,
     ) -> None:
         self._dtypes, self._settings, self._stores, self._specs = dtypes, described.settings, stores, described.units
         self._engine, self._model, self._elementwise = engine, described.model, described.settings.elementwise
@@ -316,7 +87,9 @@ class Zero:
         self._chosen = [described.chosen] if described.chosen else []
         if described.chosen and engine.mesh.rank == 0:
             logging.getLogger(__name__).info(described.chosen)
-        self._saver = Saver(engine, described.model, self._sharded)
+        self._islands = start.islands(engine, described.model, self._sharded)
+        self._together = self._islands if isinstance(self._islands, Islands) else None
+        self._saver = Saver(engine, described.model, self._sharded, self._together)
         self._averages: weakref.WeakSet[Average] = weakref.WeakSet()
         self.residency = described.row
         """The row of the residency table."""
@@ -331,15 +104,17 @@ class Zero:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Raise an error: the handle is not a model, because `shard()` changes the model in place."""
-        raise TypeError(f"{_HABIT} Call the model.")
+        raise TypeError(f"{HABIT} Call the model.")
 
-    def __getattr__(self, name: str) -> Any:
-        if not name.startswith("__") and "_engine" not in vars(self):
-            raise RuntimeError(DETACHED)
-        is_of_model = not name.startswith("__") and hasattr(nn.Module, name)
-        hint = f" Write {peers.METHODS[name]}." if name in peers.METHODS else f" {_HABIT}" * is_of_model
-        # obj=None keeps Python from suggesting a similar name of this class, which would mislead here.
-        raise AttributeError(f"'Zero' object has no attribute '{name}'.{hint}", name=name, obj=None)
+    if not TYPE_CHECKING:  # for a type checker, names that the class does not have are mistakes
+
+        def __getattr__(self, name: str) -> Any:
+            if not name.startswith("__") and "_engine" not in vars(self):
+                raise RuntimeError(DETACHED)
+            is_of_model = not name.startswith("__") and hasattr(nn.Module, name)
+            hint = f" Write {peers.METHODS[name]}." if name in peers.METHODS else f" {HABIT}" * is_of_model
+            # obj=None keeps Python from suggesting a similar name of this class, which would mislead here.
+            raise AttributeError(f"'Zero' object has no attribute '{name}'.{hint}", name=name, obj=None)
 
     def __repr__(self) -> str:
         if "_engine" not in vars(self):
@@ -424,6 +199,8 @@ class Zero:
         number, kept = len(self._sharded), kept_by(optimizer)
         source = source_of(self._engine, self._stores, optimizer, kept.cost[0] if kept.cost else 0)
         self._sharded.append(ShardedOptimizer(self._engine, optimizer, number, source, kept))
+        if self._islands is not None:
+            self._islands.follow(self._sharded[-1])
         open_states(self._engine, self._sharded[-1])
         give_sums(self._engine, optimizer)
         if self._engine.comm.watchdog is not None and len(self._sharded) == 1:
@@ -645,8 +422,11 @@ class Zero:
             raise RuntimeError(f"{self.mesh} zero.detach() inside swapped() of an average: leave the context first.")
         self._saver.wait("zero.detach()")
         detach(self._engine, self._sharded, self._dtypes, to=to, dtype=dtype, room_bytes=self._settings.device_bytes)
+        if self._islands is not None:
+            self._islands.close()
         vars(self).clear()
 
+    @refuse_those(peers.OF_SAVE)
     def save(
         self,
         path: str | Path,
@@ -655,6 +435,9 @@ class Zero:
         step: int | None = None,
         asynchronous: bool = False,
         keep: int | None = None,
+        model_only: bool = False,
+        loader: Stateful | None = None,
+        mode: int | None = None,
     ) -> Path:
         """Write a checkpoint: parameters, buffers, optimizers, loss scale, random generators of each rank, and `extra`.
 
@@ -674,6 +457,12 @@ class Zero:
                 time.
             keep: the number of checkpoints to keep in the parent folder, at least 2, with this one. Older checkpoints
                 that were also saved with `keep` are removed; checkpoints saved without `keep` stay.
+            model_only: write parameters and buffers alone, and `extra`, without optimizers and generators: for
+                `zero.load(path, model_only=True)`, for exports, and for the best model of a run.
+            loader: the data loader or sampler, whose position in the data, which differs between ranks, is saved, too:
+                what has `state_dict()`, such as `zs.Resumable(DataLoader(...))`.
+            mode: who may read the files: permission bits, such as 0o600 for the owner alone. By default those that the
+                process's umask leaves, as for any file.
 
         Returns: the path.
 
@@ -693,7 +482,10 @@ class Zero:
             assert zero.load(zs.latest(folder)).extra == {"epoch": 2}
         ```
         """
-        return self._saver.save(path, extra, step=step, asynchronous=asynchronous, keep=keep)
+        if loader is not None:
+            extra = states_of(self.mesh.across, loader, extra or {})
+        how = How(step, keep, model_only, mode)
+        return self._saver.save(path, extra, how, asynchronous=asynchronous)
 
     def wait(self) -> None:
         """Wait until an asynchronous save is committed; without one under way, do nothing.
@@ -716,7 +508,16 @@ class Zero:
         """
         self._saver.wait("zero.wait()")
 
-    def load(self, path: str | Path, *, only_model: bool = False, cast: bool = False) -> Loaded:
+    @refuse_those(peers.OF_LOAD)
+    def load(
+        self,
+        path: str | Path,
+        *,
+        model_only: bool = False,
+        only_model: bool = False,
+        cast: bool = False,
+        loader: Stateful | None = None,
+    ) -> Loaded:
         """Load a checkpoint, written by any number of ranks at any stage, into the model and its optimizers.
 
         Names, shapes, dtypes and checksums are verified before anything in memory changes. Each rank reads its own
@@ -726,9 +527,11 @@ class Zero:
 
         Args:
             path: the checkpoint's folder, on a file system that all ranks share.
-            only_model: load only parameters and buffers; the path may then be a safetensors file, or a folder of such
-                files as Transformers writes it.
+            model_only: load only parameters and buffers; the path may then be a safetensors file, or a folder of such
+                files as Transformers writes it, or a checkpoint that was saved with `model_only`.
+            only_model: the earlier name of `model_only`.
             cast: convert dtypes that differ; without it, a difference is an error.
+            loader: the data loader or sampler that continues at the saved position, as in `save`.
 
         Returns: the checkpoint's step, and the `extra` that was passed to `save`.
 
@@ -745,13 +548,20 @@ class Zero:
                 "beginning then: `if (path := zs.latest(folder)) is not None: zero.load(path)`."
             )
         self._saver.wait("zero.load()")
-        return load(self._engine, self._model, self._sharded, path, only_model=only_model, cast=cast)
+        only_model = only_model or model_only
+        start = load if self._together is None else functools.partial(load_islands, islands=self._together)
+        loaded = start(self._engine, self._model, self._sharded, path, only_model=only_model, cast=cast)
+        if self._islands is not None:
+            self._islands.loaded()
+        restore(self.mesh.across, loader, loaded.extra, path)
+        return loaded
 
     def check_copies(self) -> None:
         """Compare the replicated parameters and states of all ranks, to detect silent data corruption.
 
         Ranks along an axis "tensor" also compare buffers, and what they hold alike of sharded state. The cost is one
-        read of the replicated values; fully sharded state has none. Call it every few hundred steps.
+        read of the replicated values; fully sharded state has none. Call it every few hundred steps. Islands compare
+        anchors, outer states, and parameters that have made no step since their exchange.
 
         Raises:
             RankMismatchError: on every rank, with the first parameter or state that differs.
@@ -768,6 +578,8 @@ class Zero:
         ```
         """
         check_copies(self._engine, self._model, self._sharded)
+        if self._islands is not None:
+            self._islands.check_copies()
 
     def agree(self, value: bool, what: str = "") -> bool:
         """Return whether `value` is true on all ranks, for decisions that depend on local data, clocks or signals.
@@ -802,6 +614,29 @@ class Zero:
         place, order = f"agree({what!r})", self._engine.order
         return bool(order.votes.span(place, order.barrier(place, bool(value))[0]))
 
+    def finish(self) -> None:
+        """Exchange between islands what was not exchanged yet, so that all of them have equal parameters.
+
+        Call it after the last step, and before an evaluation of the common model. An exchange that is under way ends;
+        then each part of the model that has made steps since its last exchange is exchanged, without delay, and the
+        result replaces the islands' parameters. Without `zs.shard(outer=)` it does nothing.
+
+        Raises:
+            RuntimeError: called inside a pass, or (on all ranks of all islands) the parameters of an island diverged.
+            RankMismatchError: islands have not made the same number of steps.
+
+        Collective: as one exchange of the whole model; every rank of all islands must call.
+
+        ```python
+        import torch, zeroshard as zs
+
+        zero = zs.shard(torch.nn.Linear(4, 1))
+        zero.finish()
+        ```
+        """
+        if self._islands is not None:
+            self._islands.finish()
+
     def summary(self) -> str:
         """Return a table in plain text with a line for each unit: parameters, shards, padding, bytes held and sent.
 
@@ -820,7 +655,8 @@ class Zero:
 
     def memory(self) -> Memory:
         """Return the bytes that this rank holds: current, peak and predicted."""
-        return count_averages(accounting.measure(self._engine, self._sharded), self._averages)
+        found = count_averages(accounting.measure(self._engine, self._sharded), self._averages)
+        return found if self._islands is None else self._islands.counted(found)
 
     def profile(self) -> Profile:
         """Return a context manager that measures where the time of steps goes on this rank: see `zs.Profile`.
@@ -848,7 +684,9 @@ class Zero:
         """Return the bytes that this rank has sent, and the predicted bytes of a step with one micro-batch."""
         order = self._engine.order
         per_step = accounting.predict_step_bytes(self._engine.units, self._sharded)
-        return Traffic(dict(self._engine.comm.sent_bytes), per_step, order.history.made)
+        sent = Counter(self._engine.comm.sent_bytes)
+        sent.update({} if self._islands is None else self._islands.sent_bytes())
+        return Traffic(dict(sent), per_step, order.history.made)
 
 
 def _describe(handle: "weakref.ref[Zero]", error: BaseException) -> str:

@@ -18,7 +18,7 @@ from zeroshard.core.engine import Engine
 from zeroshard.core.undo import Undo
 from zeroshard.describe.ignored import ignored_of
 from zeroshard.describe.optimizers import Optimizers, optimizers_of
-from zeroshard.handle import Zero, shard_over
+from zeroshard.handle import Zero
 from zeroshard.join.start import accepted_by_all, everybody_at, texts_across_ranks, told_to_others
 from zeroshard.parallel.absent import drawing_all, with_generator_of
 from zeroshard.parallel.batch import Batch
@@ -27,6 +27,7 @@ from zeroshard.parallel.cut import Cut, cut_model, is_here, remove_others, stand
 from zeroshard.parallel.runner import Loss, Runner
 from zeroshard.setup.automatic import STATES_PART, free_bytes
 from zeroshard.setup.request import Request, domain_of, place_of
+from zeroshard.sharding import shard_over
 from zeroshard.table.bytes import on_device
 from zeroshard.table.errors import RankMismatchError
 from zeroshard.table.pipeline import Schedule, training_of

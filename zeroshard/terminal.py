@@ -1,9 +1,11 @@
-"""What the command line shows of a training: a banner, progress, evaluations, and closing tables.
+"""What the command line shows of a training: a banner, progress, evaluations, and the result.
 
 Owns the layout on a terminal and in a file. It must not know how a run trains: `train/metrics.py` has the records that
 it is given. Needs rich (the extra `zeroshard[cli]`).
 """
 
+import math
+import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,32 +19,38 @@ from rich.text import Text
 from zeroshard.table.errors import printable
 from zeroshard.train.metrics import EvalRecord, RankBytes, Start, StepRecord, Summary
 
-__all__ = ["Terminal", "progress_of_bytes"]
+__all__ = ["Terminal", "progress_of_bytes", "spark"]
 
 _COLUMNS: Final = ("states", "gradients", "parameters", "padding", "transient")
 _PLAIN_WIDTH: Final = 100
+_SPARK: Final = 40
+"""Characters of the curve of the loss."""
+_BLOCKS: Final = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
 _KEPT_IN_SAMPLE: Final = "\n\t\u00a0\u200c\u200d"
 """Unprintable characters that belong to text: ends of lines, tabs, spaces and joiners of writing systems."""
 
 
 @final
 class Terminal:
-    """A reporter for people: a banner, a progress bar or lines, evaluations, and closing tables.
+    """A reporter for people: a banner, a progress bar or lines, evaluations, and the result as the last lines.
 
     As a context manager it restores the terminal on exit.
 
     Args:
         log_every: steps between lines if the output is not a terminal.
         console: the output; standard output by default.
+        is_verbose: whether tables of every rank's bytes stand above the result.
     """
 
-    def __init__(self, *, log_every: int, console: Console | None = None) -> None:
+    def __init__(self, *, log_every: int, console: Console | None = None, is_verbose: bool = False) -> None:
         self._console = console or Console(highlight=False)
         if not self._console.is_terminal:
             self._console.width = _PLAIN_WIDTH
-        self._log_every = log_every
+        self._log_every, self._is_verbose = log_every, is_verbose
         self._steps = self._done = 0
         self._train_s = 0.0
+        self._losses: list[float] = []
+        self._folder = Path()
         self._progress: Progress | None = None
 
     def __enter__(self) -> Self:
@@ -54,21 +62,17 @@ class Terminal:
 
     def started(self, start: Start) -> None:
         """Print the banner, and start the progress bar on a terminal."""
-        self._steps = start.steps
-        self._done = start.done
-        facts = {"model": start.model, "mesh": start.mesh, "data": start.data, "files": f"{start.folder}/"}
+        self._steps, self._done, self._folder = start.steps, start.done, start.folder
+        facts = {"model": start.model, "mesh": f"{start.mesh}, {start.row}", "data": start.data}
+        facts["files"] = f"{start.folder}/"
         if start.done:
             facts["start"] = f"after step {start.done} of {start.steps}, from its checkpoint"
+        if start.changes:
+            facts["new"] = "; ".join(start.changes)
         for label, fact in facts.items():
             self._console.print(Text.assemble((f"{label:<6}", "bold"), f" {printable(fact)}"), soft_wrap=True)
-        table = Table(title="Residency", title_justify="left")
-        for heading in ("", *start.cells):
-            table.add_column(heading, justify="right" if heading else "left")
-        table.add_row(start.row, *start.cells.values())
-        for rank, predicted in enumerate(start.predicted_bytes):
-            held = [f"{predicted[cell]:,}" if cell in predicted else "" for cell in start.cells]
-            table.add_row(f"rank {rank}, predicted bytes", *held)
-        self._console.print(table)
+        if self._is_verbose:
+            self._console.print(_residency_table(start))
         if self._console.is_terminal:
             self._progress = _make_progress(self._console)
             self._progress.start()
@@ -77,8 +81,12 @@ class Terminal:
     def stepped(self, record: StepRecord) -> None:
         """Move the bar, or print a line every `log_every` steps."""
         self._train_s += record.step_s
+        self._losses.append(record.loss)
         held_bytes = sum(record.resident_bytes.values())
-        status = f"loss {record.loss:.4f}  {record.tokens_per_s:,.0f} tokens/s  {held_bytes / 1e6:.1f} MB/rank"
+        status = (
+            f"loss {record.loss:.4f}  lr {record.learning_rate:.2e}  norm {record.grad_norm:.2f}  "
+            f"{record.tokens_per_s:,.0f} tokens/s  {_of_peak(record.mfu)}{held_bytes / 1e6:.1f} MB/rank"
+        )
         if self._progress is not None:
             self._progress.update(self._progress.task_ids[0], completed=record.step, status=status)
         elif record.step % self._log_every == 0 or record.step in (self._done + 1, self._steps):
@@ -102,22 +110,107 @@ class Terminal:
         self._console.print(Text.assemble(("saved", "bold"), printable(f" after step {step}: {path}")), soft_wrap=True)
 
     def finished(self, summary: Summary) -> None:
-        """Print the sample and the closing tables."""
+        """Print the sample, tables on request, and the result, which stands last."""
         if self._progress is not None:
             self._progress.stop()
         if summary.sample:
             self._console.rule("sample")
             self._console.print(Text(printable(summary.sample, _KEPT_IN_SAMPLE)))
             self._console.rule()
-        self._console.print(_memory_table(summary.ranks))
-        self._console.print(_traffic_table(summary.ranks))
+        if self._is_verbose:
+            self._console.print(_memory_table(summary.ranks))
+            self._console.print(_traffic_table(summary.ranks))
+            if summary.plan:
+                self._console.print(_plan_table(summary.plan))
         if summary.pipe > 1:
             self._console.print(_places_table(summary))
-        if summary.plan:
-            self._console.print(_plan_table(summary.plan))
         if summary.profile:
             self._console.print(Text(printable(summary.profile)), soft_wrap=True)
-        self._console.print(_closing_line(summary), soft_wrap=True)
+        for label, fact in _result(summary, self._losses, self._folder).items():
+            self._console.print(Text.assemble((f"{label:<6}", "bold"), f" {printable(fact)}"), soft_wrap=True)
+
+
+def _result(summary: Summary, losses: Sequence[float], folder: Path) -> Mapping[str, str]:
+    """Return the result of a run: what came out, how fast, in how much memory, where it lies, and what to do next.
+
+    Args:
+        losses: of the steps of this start.
+    """
+    state = f"interrupted after {summary.steps} steps" if summary.is_interrupted else f"{summary.steps:,} steps"
+    score = "not evaluated"
+    if summary.bits_per_byte is not None:
+        score = f"{summary.bits_per_byte:.4f} bits per byte held out"
+        if summary.final_heldout_loss is not None:
+            score += f", loss {summary.final_heldout_loss:.4f}"
+    found = {"score": f"{score}; {state}, {_minutes(summary.wall_s)} in all"}
+    if losses:
+        ends = f"{losses[0]:.3f} to {losses[-1]:.3f}" if len(losses) > 1 else f"{losses[0]:.3f}"
+        found["loss"] = f"{ends}  {spark(losses, _SPARK)}"
+    found["speed"] = f"{summary.tokens_per_s:,.0f} tokens/s" + (
+        f", {summary.mfu:.1%} of the devices' peak (MFU)" if summary.mfu is not None else ""
+    )
+    found["memory"] = _peaks(summary)
+    found["run"] = f"{folder}/"
+    again = shlex.quote(str(folder))
+    found["next"] = f"zeroshard generate {again} --prompt 'The '"
+    found[""] = f"zeroshard report {again}"
+    if summary.is_interrupted:
+        found["next"], found[""] = "the same command goes on from here", f"zeroshard plot {again}"
+    return found
+
+
+def _peaks(summary: Summary) -> str:
+    """Return the peak of the fullest rank, predicted and measured: of torch's allocator, or where there is none the
+    bytes that the engine counts: model states, and at most the buffers beside them.
+    """
+    predicted, measured = (summary.plan.get(name, {}).get("peak_bytes") for name in ("predicted", "measured"))
+    if predicted and measured:
+        return (
+            f"at most {predicted / 1e6:,.1f} MB a rank predicted, {measured / 1e6:,.1f} measured, by torch's allocator"
+        )
+    columns = _COLUMNS
+    by_rank = [
+        (
+            sum(one.predicted_bytes.get(c, 0) for c in columns),
+            sum((one.peak_bytes if c == "transient" else one.resident_bytes).get(c, 0) for c in columns),
+        )
+        for one in summary.ranks
+    ]
+    planned, held = max(by_rank, key=lambda pair: pair[1])
+    return f"{planned / 1e6:,.1f} MB a rank predicted, {held / 1e6:,.1f} measured: model states and buffers"
+
+
+def spark(values: Sequence[float], width: int) -> str:
+    """Return a small curve of numbers: means of equal parts, as blocks of eight heights.
+
+    >>> from zeroshard.terminal import spark
+    >>> spark([3.0, 2.0, 1.0], 40)
+    '\u2588\u2584\u2581'
+    """
+    count = min(width, len(values))
+    parts = [values[len(values) * k // count : len(values) * (k + 1) // count] for k in range(count)]
+    means = [sum(part) / len(part) for part in parts]
+    finite = [mean for mean in means if math.isfinite(mean)]
+    low, span = min(finite, default=0.0), max(finite, default=0.0) - min(finite, default=0.0)
+    heights = [(mean - low) / span if span else 0.0 for mean in means if math.isfinite(mean)]
+    drawn = iter(_BLOCKS[round(height * (len(_BLOCKS) - 1))] for height in heights)
+    return "".join(next(drawn) if math.isfinite(mean) else "x" for mean in means)
+
+
+def _of_peak(mfu: float | None) -> str:
+    return "" if mfu is None else f"MFU {mfu:.0%}  "
+
+
+def _residency_table(start: Start) -> Table:
+    """Return where each column of the training state lives, and the bytes predicted for each rank."""
+    table = Table(title="Residency", title_justify="left")
+    for heading in ("", *start.cells):
+        table.add_column(heading, justify="right" if heading else "left")
+    table.add_row(start.row, *start.cells.values())
+    for rank, predicted in enumerate(start.predicted_bytes):
+        held = [f"{predicted[cell]:,}" if cell in predicted else "" for cell in start.cells]
+        table.add_row(f"rank {rank}, predicted bytes", *held)
+    return table
 
 
 def _make_progress(console: Console) -> Progress:
@@ -203,13 +296,6 @@ def _add_pair(
     columns = tuple(columns)
     table.add_row(f"rank {rank} predicted", *(f"{predicted[c]:,}" if c in predicted else "-" for c in columns))
     table.add_row("  measured", *(f"{measured.get(c, 0):,}" for c in columns))
-
-
-def _closing_line(summary: Summary) -> str:
-    """Return the result of a run in one line."""
-    state = f"interrupted after {summary.steps} steps" if summary.is_interrupted else f"{summary.steps} steps"
-    bits = "not evaluated" if summary.bits_per_byte is None else f"{summary.bits_per_byte:.4f} bits per byte held out"
-    return f"[bold]{bits}[/bold], {state}, {summary.tokens_per_s:,.0f} tokens/s, {_minutes(summary.wall_s)} in all"
 
 
 def _minutes(seconds: float) -> str:

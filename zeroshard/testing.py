@@ -4,7 +4,7 @@ Owns the rank processes: how they start, report, fail and end. It must not know 
 `torch.distributed` code can use it. Read `run_ranks` first.
 
 Note: the life of a rank process
-    Ranks are forked from a server process that has imported torch, `zeroshard.handle` and torch's compiler (which the
+    Ranks are forked from a server process that has imported torch, `zeroshard.sharding` and torch's compiler (which the
     first optimizer of a process imports). The imports take seconds once per test process; a rank then starts in
     hundredths of a second. Plain fork hangs after a parallel region in the parent, and a new interpreter would import
     torch each time. Two restrictions follow: a rank sees the environment of the first call, and its target must be
@@ -44,7 +44,7 @@ import torch.distributed as dist
 
 __all__ = ["RankError", "RankFailure", "run_ranks"]
 
-_PRELOAD: Final = ("torch", "torch.distributed", "torch._dynamo", "zeroshard.handle", "zeroshard.testing")
+_PRELOAD: Final = ("torch", "torch.distributed", "torch._dynamo", "zeroshard.sharding", "zeroshard.testing")
 _PRELOAD_IF_IMPORTED: Final = ("pytest", "transformers")
 _STACK_DUMP_S: Final = 0.3
 

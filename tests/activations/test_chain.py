@@ -14,6 +14,7 @@ import zeroshard.activations
 from tests import models
 from tests.oracle import STAGES, TIMEOUT_S
 from zeroshard.activations.chain import Held, Link
+from zeroshard.describe.treatments import activations_of
 from zeroshard.table.activations import Treated
 from zeroshard.testing import run_ranks
 
@@ -191,7 +192,7 @@ def test_recomputation_of_nothing_is_refused() -> None:
 
 
 def test_the_root_is_named_as_it_is_shown() -> None:
-    column = zs.activations_of({"(root)": "offload"})
+    column = activations_of({"(root)": "offload"})
     assert column.of_unit("") == (zs.Offloaded(),)
     assert column.of_unit("blocks.0") == ()
 

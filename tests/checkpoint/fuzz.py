@@ -128,6 +128,10 @@ class Fuzzer:
 
     # -- judgement ----------------------------------------------------------------------------------------------------
 
+    def judge_file(self, data: bytes) -> str:
+        """Judge a finding."""
+        return self.judge(unpacked(data))
+
     def judge(self, files: Files) -> str:
         """Return what is wrong with how an input is treated; nothing where it is right."""
         self.counts.inputs += 1

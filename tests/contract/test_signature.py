@@ -9,13 +9,14 @@ import torch
 import zeroshard as zs
 
 ARGUMENTS = (
-    "stage residency activations offload parameters ignored precision units mesh reduction weights settings".split()
+    "stage residency activations offload parameters ignored precision units".split()
+    + "replicas mesh reduction weights settings".split()
 )
 """After model and optimizer."""
 
 NEW = {
     "cut": "leave it out",
-    "replicas": "write mesh=2",
+    "activation_checkpointing": "write activations='recompute'",
     "init_fn": "write weights=function",
     "watchdog_s": r"write settings=zs\.Settings\(watchdog_s=\.\.\.\)",
     "heartbeat_s": r"zs\.Settings\(heartbeat_s=",

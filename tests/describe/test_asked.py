@@ -14,13 +14,15 @@ from typer.testing import CliRunner
 import zeroshard as zs
 from zeroshard.describe.asked import Asked, Resolved, choose, resolve
 from zeroshard.describe.offload import Offload, choices_for
+from zeroshard.describe.treatments import activations_of
 from zeroshard.plan.plan_commands import add_commands
 from zeroshard.plan.search import Search
 from zeroshard.table.cells import Residency
+from zeroshard.table.stages import row_of_stage
 from zeroshard.train.config import load_config
 from zeroshard.train.planned import choose_sharding
 
-TREATED = zs.Residency(activations=zs.activations_of("recompute"))
+TREATED = zs.Residency(activations=activations_of("recompute"))
 SGD_OF_ANOTHER = torch.optim.SGD(nn.Linear(3, 7).parameters())
 Refusal = tuple[type[Exception], str]
 
@@ -189,7 +191,7 @@ TAKEN: list[dict[str, Any]] = [
     {"stage": 0},
     {"residency": "C3"},
     {"residency": TREATED},
-    {"residency": zs.row_of_stage(2), "activations": "recompute"},
+    {"residency": row_of_stage(2), "activations": "recompute"},
     {"stage": 2, "activations": {"nothing.*": "recompute"}},
     {"stage": 3, "parameters": "until-backward"},
     {"stage": "auto"},
@@ -275,7 +277,7 @@ def chosen(fitting: set[tuple[Residency, Offload | None]], **asked: Any) -> tupl
 
 
 def test_the_first_row_that_fits_is_chosen_and_then_the_least_offload() -> None:
-    rows = [zs.row_of_stage(stage) for stage in range(4)]
+    rows = [row_of_stage(stage) for stage in range(4)]
     assert chosen({(rows[1], None), (rows[3], None)}, stage="auto")[0] == rows[1]
     assert chosen(set(), stage="auto") == (rows[3], None, True)
     choices = choices_for(rows[3])
@@ -290,11 +292,11 @@ def test_the_first_row_that_fits_is_chosen_and_then_the_least_offload() -> None:
 
 def test_rows_that_cannot_have_what_is_asked_are_not_tried() -> None:
     resolved = resolve(Asked(stage="auto", offload=zs.Offload(parameters=0.5)), 4)
-    assert resolved.rows == (zs.row_of_stage(3),)
+    assert resolved.rows == (row_of_stage(3),)
     assert len(resolve(Asked(stage="auto", parameters="until-backward"), 4).rows) == 1
     assert isinstance(resolved, Resolved)
 
 
 def test_one_memory_of_device_and_host_moves_nothing() -> None:
     resolved = resolve(Asked(stage=3, offload="auto"), 4)
-    assert choose(resolved, lambda *_: False, shares_memory=True) == (zs.row_of_stage(3), None, True)
+    assert choose(resolved, lambda *_: False, shares_memory=True) == (row_of_stage(3), None, True)

@@ -17,8 +17,8 @@ import zeroshard as zs
 from tests.emulated.cuda import Devices
 from tests.errors import raised
 from zeroshard.core.engine import Engine
-from zeroshard.handle import shard_over
 from zeroshard.setup.request import Request
+from zeroshard.sharding import shard_over
 from zeroshard.table.trace import Ledger
 from zeroshard.table.wires import Native
 from zeroshard.torch_groups import emulated_group

@@ -20,6 +20,7 @@ from tests import models
 from tests.oracle import assert_same
 from tests.processes import is_stopped
 from tests.rotation import third
+from zeroshard.join.start import texts_across_ranks
 from zeroshard.testing import run_ranks
 
 TIMEOUT_S = 240
@@ -191,7 +192,7 @@ def exchange() -> tuple[list[float], list[float], float, list[str], str]:
         zs.gather_across_ranks(own, part).flatten().tolist(),
         zs.gather_across_ranks(own, mesh=mesh).flatten().tolist(),
         zs.mean_across_ranks(own, part).item(),
-        zs.texts_across_ranks(part, f"rank {rank}"),
+        texts_across_ranks(part, f"rank {rank}"),
         str(refused.value),
     )
 

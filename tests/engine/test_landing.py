@@ -14,8 +14,8 @@ import zeroshard as zs
 from tests import models
 from tests.oracle import TIMEOUT_S
 from tests.wire.test_conformance import messages, native
-from zeroshard.handle import shard_over
 from zeroshard.setup.request import Request
+from zeroshard.sharding import shard_over
 from zeroshard.table.trace import Ledger
 from zeroshard.testing import run_ranks
 from zeroshard.wire.comm import Comm

@@ -25,8 +25,8 @@ from benchmarks.hosttime import (
     make_batch,
 )
 from zeroshard.core.order import CALM_PASSES
-from zeroshard.handle import shard_over
 from zeroshard.setup.request import Request
+from zeroshard.sharding import shard_over
 from zeroshard.table.trace import Ledger
 from zeroshard.wire.nccl import NcclComm
 

@@ -22,6 +22,7 @@ from tests.oracle import STAGES_AT, TIMEOUT_S, WATCHDOG_S, assert_same
 from tests.rotation import third
 from tools.settled import settled
 from zeroshard.core.slot import slot_of
+from zeroshard.describe.offload import offload_of
 from zeroshard.table.cells import Cell, Elsewhere, Place, Sharded
 from zeroshard.testing import run_ranks
 
@@ -319,20 +320,20 @@ def test_states_that_leave_for_a_while_come_back_as_they_were(world: int, stage:
 
 
 def test_what_a_text_asks_for() -> None:
-    assert zs.offload_of("states=0.6,to=/scratch") == zs.Offload(states=0.6, to="/scratch")
-    assert zs.offload_of("/scratch") == zs.Offload(to="/scratch")
-    assert zs.offload_of("staging_bytes=1000000") == zs.Offload(staging_bytes=1000000)
+    assert offload_of("states=0.6,to=/scratch") == zs.Offload(states=0.6, to="/scratch")
+    assert offload_of("/scratch") == zs.Offload(to="/scratch")
+    assert offload_of("staging_bytes=1000000") == zs.Offload(staging_bytes=1000000)
     with pytest.raises(ValueError, match="'disk=/x' is none of"):
-        zs.offload_of("disk=/x")
+        offload_of("disk=/x")
     with pytest.raises(ValueError, match="stands for what"):
-        zs.offload_of("auto")
+        offload_of("auto")
 
 
 def test_updates_in_the_backward_are_refused_by_name() -> None:
     refused = "updates in the backward were slower than those of optimizer.step\\(\\), and are no longer there"
     for text in ("update=in-backward", "max_norm=1.0"):
         with pytest.raises(ValueError, match=refused):
-            zs.offload_of(text)
+            offload_of(text)
     with pytest.raises(ValueError, match=refused):
         zs.Offload(update="in-backward", max_norm=1.0)
     assert zs.Offload(update="step") == zs.Offload()

@@ -104,9 +104,9 @@ def change(what: str, model: nn.Module, settings: dict[str, Any]) -> None:
     elif what == "betas":
         settings["betas"] = (0.9, 0.95)
     elif what == "version":
-        import zeroshard.handle
+        import zeroshard.sharding
 
-        zeroshard.handle.VERSION = "0.0.0+other"
+        zeroshard.sharding.VERSION = "0.0.0+other"
     elif what == "numpy":
         np.__version__ = "0.0.0"
     elif what == "library":

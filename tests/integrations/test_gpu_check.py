@@ -18,12 +18,14 @@ from zeroshard.wire.nccl import NcclComm
 @pytest.mark.rotates
 def test_it_starts_and_writes_its_file(tmp_path: Path) -> None:
     out = tmp_path / "cpu.json"
-    # Parity in low precision with and without ranks, delays; then parity, first values and whole state over ranks.
-    assert gpu_check.main(["--device", "cpu", "--only", "stage=3, precision='bf16'", "--out", str(out)]) == 0
-    assert gpu_check.main(["--device", "cpu", "--only", "stage=3, precision='fp32', ranks=2", "--out", str(out)]) == 0
+    low = "check_parity Job(device='cpu', stage=2, precision='fp16'"
+    others = [f"{name} Job(device='cpu', stage=3" for name in ("check_delays", "check_meta", "check_state")]
+    assert gpu_check.main(["--device", "cpu", "--only", low, *others, "--out", str(out)]) == 0
     report = json.loads(out.read_text())
     assert (report["failed"], report["passed"]) == (0, len(report["checks"]))
-    assert {one["name"] for one in report["checks"]} == {"check_parity", "check_meta", "check_state"}
+    found = [f"{one['name']} {one['job']['ranks']}" for one in report["checks"]]
+    ranks = {"check_parity": (1, 2), "check_delays": (2,), "check_meta": (1, 2), "check_state": (2,)}
+    assert found == [f"{name} {count}" for name, counts in ranks.items() for count in counts]
     assert all(one["passed"] and one["wall_s"] > 0 for one in report["checks"])
     assert report["versions"]["torch"] == torch.__version__
     assert len(report["commit"].split()[0]) == 40

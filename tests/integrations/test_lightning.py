@@ -2,6 +2,7 @@
 
 import logging
 import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -42,18 +43,26 @@ def batches(first: int, count: int) -> Any:
 # -- Fabric -----------------------------------------------------------------------------------------------------------
 
 
-def run_fabric(stage: int | None, folder: str, clip: float | None, is_resumed: bool) -> list[Any]:
-    """Train with accumulation over two micro-batches, and save in the middle; return losses, norms, parameters."""
+def run_fabric(
+    stage: int | None, folder: str, clip: float | None, is_resumed: bool, steps: int = 4, killed_after: int = 0
+) -> list[Any]:
+    """Train with accumulation over two micro-batches, and save in the middle; return what was told, and parameters.
+
+    Losses, norms where gradients are clipped, and every five steps an evaluation.
+
+    Args:
+        killed_after: the step after which rank 1 is killed, without a word.
+    """
     os.environ["TORCHELASTIC_RUN_ID"] = "tests"  # the ranks are there, as under torchrun
     fabric = lightning.Fabric(**MEMBERS, strategy="ddp" if stage is None else FabricStrategy(zero(stage)))
     fabric.launch()
     model: Any = net()
     model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
-    scheduler, loader = torch.optim.lr_scheduler.StepLR(optimizer, 2), fabric.setup_dataloaders(batches(0, 32))
+    scheduler, loader = torch.optim.lr_scheduler.StepLR(optimizer, 2), fabric.setup_dataloaders(batches(0, 8 * steps))
     state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "step": 0}
     if is_resumed:
         assert fabric.load(f"{folder}/middle", state) == {}
-        assert state["step"] == 2
+        assert state["step"] == steps // 2
     told: list[Any] = []
     for number, batch in enumerate(loader):
         if number < 2 * int(str(state["step"])) and is_resumed:
@@ -69,9 +78,16 @@ def run_fabric(stage: int | None, folder: str, clip: float | None, is_resumed: b
             optimizer.step()
             optimizer.zero_grad()
             scheduler.step()
-        if number == 3 and not is_resumed and stage is not None:
-            state["step"] = 2
+            if number % 10 == 9:
+                model.eval()
+                with torch.no_grad():
+                    told.append(fabric.all_reduce(model(next(iter(batches(999, 2)))).square().mean()).item())
+                model.train()
+        if number == steps - 1 and not is_resumed and stage is not None:
+            state["step"] = steps // 2
             fabric.save(f"{folder}/middle", state)
+        if killed_after == (number + 1) / 2 and fabric.global_rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
     if stage is None:
         return [*told, {name: one.detach().clone() for name, one in model.module.named_parameters()}]
     with fabric.strategy.zero_of(model).gathered():
@@ -147,21 +163,46 @@ class Task(lightning.LightningModule):
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 2)]
 
 
-def run_trainer(stage: int | None, folder: str, clip: float | None, steps: int, resumes: bool) -> list[Any]:
+class Killing(lightning.Callback):
+    """Ends rank 1 without a word after a step."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+        if (trainer.global_rank, trainer.global_step) == (1, self.step):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def run_trainer(
+    stage: int | None,
+    folder: str,
+    clip: float | None,
+    steps: int,
+    resumes: bool,
+    an_epoch: int = 4,
+    killed_after: int = 0,
+) -> list[Any]:
+    """Train with accumulation over two micro-batches; return losses, evaluations, a last evaluation and parameters.
+
+    Args:
+        an_epoch: steps of an epoch, at whose end the run is saved.
+        killed_after: the step after which rank 1 is killed.
+    """
     os.environ["TORCHELASTIC_RUN_ID"] = "tests"
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     strategy = "ddp" if stage is None else ZeroStrategy(zero(stage))
     saves = ModelCheckpoint(
-        dirpath=folder, every_n_train_steps=4, save_last=True, save_top_k=1, monitor="step", mode="max"
+        dirpath=folder, every_n_train_steps=an_epoch, save_last=True, save_top_k=1, monitor="step", mode="max"
     )
     trainer = lightning.Trainer(
         **MEMBERS, strategy=strategy, max_steps=steps, accumulate_grad_batches=2, gradient_clip_val=clip,
-        val_check_interval=4, callbacks=[saves], default_root_dir=folder,
+        val_check_interval=an_epoch, callbacks=[saves, Killing(killed_after or -1)], default_root_dir=folder,
         logger=False, enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
     task = Task()
-    trainer.fit(task, batches(0, 32), batches(64, 8), ckpt_path="last" if resumes else None)
-    tested = trainer.validate(task, batches(64, 8), verbose=False)[0]["validated"]
+    trainer.fit(task, batches(0, 8 * an_epoch), batches(999, 8), ckpt_path="last" if resumes else None)
+    tested = trainer.validate(task, batches(999, 8), verbose=False)[0]["validated"]
     told = [*task.losses, *task.validated, tested]
     if stage is None:
         return [*told, {name: one.detach().clone() for name, one in task.net.named_parameters()}]
@@ -193,7 +234,7 @@ def evaluate_alone(folder: str) -> float:
     quiet = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
     trainer = lightning.Trainer(**MEMBERS, strategy=ZeroStrategy(zero(3)), **quiet)
     task = Task()
-    (told,) = trainer.validate(task, batches(64, 8), ckpt_path=f"{folder}/last.ckpt", verbose=False)
+    (told,) = trainer.validate(task, batches(999, 8), ckpt_path=f"{folder}/last.ckpt", verbose=False)
     trainer.fit_loop.max_epochs = 1
     trainer.fit(task, batches(0, 32), batches(64, 8))  # with optimizers that are attached now
     assert trainer.strategy.zero.optimizers and len(task.losses) == 8

@@ -43,8 +43,12 @@ def built(kind: type = transformers.LlamaForCausalLM, **more: Any) -> Any:
     return kind(config)
 
 
-def trainer_of(kind: str, stage: int | None, folder: Path) -> Any:
-    """Return a trainer of TRL: the stock one for None."""
+def trainer_of(kind: str, stage: int | None, folder: Path, **changes: Any) -> Any:
+    """Return a trainer of TRL: the stock one for None.
+
+    Args:
+        changes: of the arguments of training.
+    """
     import trl
     from datasets import Dataset
     from peft import LoraConfig
@@ -86,7 +90,9 @@ def trainer_of(kind: str, stage: int | None, folder: Path) -> Any:
         more["reward_funcs"] = lambda completions, **_: [float(len(one) % 7) for one in completions]
         # The trainer reads its reference from the same folder.
         model = transformers.LlamaForCausalLM.from_pretrained(folder.parent / "start")
-    given = {"args": config(str(folder), **options), "train_dataset": Dataset.from_list(rows), **more}
+    given = {"args": config(str(folder), **options | changes), "train_dataset": Dataset.from_list(rows), **more}
+    if "eval_strategy" in changes:
+        given["eval_dataset"] = Dataset.from_list(rows[:8])
     if stage is None:
         return stock(model, **given)
     made = type(f"Sharded{stock.__name__}", (ZeroMixin, stock), {})

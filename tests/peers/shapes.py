@@ -5,8 +5,9 @@ docstring what went wrong elsewhere, in one sentence, and gives the link; docs/o
 
 Note: one group of ranks for a file
     A group of ranks costs more than a shape. The first test of a file runs all shapes of the file, by number of ranks,
-    and the other tests read what is kept. A shape that raises is recorded and the next one runs, so each test fails for
-    itself. Shapes are sent to the ranks by name, since a decorated function is no longer the one that pickle finds.
+    and the other tests read what is kept, so all rotate together. A shape that raises is recorded and the next one
+    runs, so each test fails for itself. Shapes are sent to the ranks by name, since a decorated function is no longer
+    the one that pickle finds.
 """
 
 import contextlib
@@ -100,7 +101,7 @@ def tried(
         test.shape = Shape(script, worlds, stages, options, relative, here)  # type: ignore[attr-defined]
         test.__signature__ = inspect.Signature()  # type: ignore[attr-defined]
         del test.__wrapped__  # type: ignore[attr-defined]
-        return test
+        return pytest.mark.rotates(together=True)(test)
 
     return decorate
 

@@ -24,7 +24,7 @@ from zeroshard.evidence.paper_runs import BUDGET_BYTES, DGX_2, film_of, model_of
 from zeroshard.evidence.paper_tables import Column, Table
 
 # The fixture plays all of the paper's runs: a minute on a quiet core, in each process that has a test of this file.
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.timeout(600), pytest.mark.rotates(together=True)]
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,7 @@ BLOCKS = 32
 BLOCK_NUMEL = 202_383_360
 ROOT_NUMEL = 262_144_000
 RANKS = 8
+TOTAL_BYTES = 18 * GIB
 KINDS = ("mm", "add", "gelu", "layer_norm", "flash_attention", "dropout")
 
 
@@ -138,16 +139,63 @@ def plan(count: int = 4000, seed: int = 0) -> dict[str, Any]:
     hardware = {"name": "H100 80 GB", "capacity_bytes": 80 * 10**9, "usable_bytes": 76 * 10**9}
     resident = {"parameters": 2 * numel // 8, "gradients": 4 * numel // 8, "states": 12 * numel // 8, "padding": 4096}
     return {
-        "version": 1,
-        "kind": "plan",
+        "version": 2,
         "title": "Synthetic data: a transformer of 6.7B on 8 ranks at ZeRO stage 3",
-        "model": {"name": "transformer-6.7b", "parameters_numel": numel, "details": {"blocks": BLOCKS, "width": 4096}},
-        "options": {"stage": 3, "precision": "bf16", "batch": 2, "sequence": 2048},
-        "hardware": hardware,
+        "sources": [
+            {
+                "kind": "plan",
+                "name": "transformer-6.7b at stage 3",
+                "verdict": "fits",
+                "model": {
+                    "name": "transformer-6.7b",
+                    "parameters_numel": numel,
+                    "details": {"blocks": BLOCKS, "width": 4096},
+                },
+                "hardware": hardware,
+                "memory": {
+                    "total_bytes": TOTAL_BYTES,
+                    "parts": {"parameters": 2 * numel // 8, "context, communicators": TOTAL_BYTES - 2 * numel // 8},
+                },
+                "results": [
+                    {"what": "speed of all ranks", "value": 35_930.0, "unit": "tokens/s"},
+                    {"what": "step", "value": 0.912, "unit": "s"},
+                ],
+                "options": {"stage": 3, "precision": "bf16", "batch": 2, "sequence": 2048},
+            },
+            *(
+                {
+                    "kind": "run",
+                    "name": name,
+                    "state": state,
+                    "results": [{"what": "held-out loss", "value": score, "unit": "nats/token"}],
+                    "options": {"stage": 3, "precision": precision, "train.clip": 1.0},
+                }
+                for name, state, score, precision in (
+                    ("stage 3, bf16", "complete", 2.9, "bf16"),
+                    ("stage 3, fp32", "interrupted", 3.1, "fp32"),
+                )
+            ),
+        ],
+        "shows": {"film": [0], "player": [0], "frontier": [0], "comparison": [1], "curves": [1, 2]},
         "columns": COLUMNS,
         "ranks": [
-            {"name": "ranks 0 to 6", "count": 7, "resident_bytes": resident, "peak_bytes": 31 * GIB},
-            {"name": "rank 7", "count": 1, "resident_bytes": {**resident, "padding": 917_504}, "peak_bytes": 31 * GIB},
+            {
+                "name": "ranks 0 to 6",
+                "count": 7,
+                "resident_bytes": resident,
+                "peak_bytes": 15 * GIB,
+                "total_bytes": TOTAL_BYTES,
+                "source": 0,
+            },
+            {
+                "name": "rank 7",
+                "count": 1,
+                "resident_bytes": {**resident, "padding": 917_504},
+                "peak_bytes": 15 * GIB,
+                "total_bytes": TOTAL_BYTES,
+                "source": 0,
+            },
+            {"name": "ranks 0 to 1", "count": 2, "resident_bytes": resident, "peak_bytes": None, "source": 1},
         ],
         **film(count, seed),
         "player": {
@@ -161,6 +209,7 @@ def plan(count: int = 4000, seed: int = 0) -> dict[str, Any]:
             "align_numel": 32,
             "p95_ratio": 1.06,
             "defaults": {"stage": 3, "ranks": 8, "batch": 2, "sequence": 2048},
+            "total_bytes": TOTAL_BYTES,
         },
         "frontier": list(configurations(rng, hardware["usable_bytes"])),
         "scorecard": list(scores(rng)),
@@ -170,7 +219,7 @@ def plan(count: int = 4000, seed: int = 0) -> dict[str, Any]:
             {"what": "step", "unit": "s", "predicted": 0.912, "measured": 0.954},
             {"what": "tokens/s", "unit": "tokens/s", "predicted": 35_930, "measured": 34_340},
         ],
-        "losses": [
+        "curves": [
             curve(rng, name, steps)
             for name, steps in (("stage 3, bf16", 1000), ("stage 0, bf16", 1000), ("stage 3, fp32", 600))
         ],
@@ -203,7 +252,7 @@ def configurations(rng: random.Random, usable: int) -> Iterator[dict[str, Any]]:
         peak, speed, options = one
         yield {
             "label": ", ".join(f"{key} {value}" for key, value in options.items()),
-            "peak_bytes": peak,
+            "total_bytes": peak,
             "tokens_per_s": speed,
             "is_best": one is best,
             "verdict": "fits" if peak < 0.95 * usable else "tight" if peak <= usable else "no",
@@ -240,4 +289,14 @@ def curve(rng: random.Random, run: str, steps: int) -> dict[str, Any]:
     losses: list[float | None] = [2.1 + 3.4 * (1 + step / 40) ** -0.8 + rng.gauss(0, 0.03) for step in range(steps)]
     if run.endswith("fp32"):
         losses[3] = None
-    return {"run": run, "step": list(range(1, steps + 1)), "loss": losses}
+    found = {"run": run, "step": list(range(1, steps + 1)), "loss": losses}
+    if run.endswith("fp32"):
+        return found
+    every = list(range(100, steps + 1, 100))
+    return found | {
+        "learning_rate": [3e-4 * (1 - step / steps) for step in range(steps)],
+        "grad_norm": [80 / (1 + step) + rng.random() for step in range(steps)],
+        "tokens_per_s": [35_000 + 500 * rng.random() for _ in range(steps)],
+        "memory_bytes": [float(2**30)] * steps,
+        "heldout": {"step": every, "loss": [2.3 + 100 / step for step in every]},
+    }

@@ -8,7 +8,7 @@ import pytest
 
 import zeroshard as zs
 from zeroshard.plan.machine.hardware import DEVICES
-from zeroshard.plan.machine.profiles import device_for, profile_path, read_profile, write_profile
+from zeroshard.plan.machine.profiles import device_for, host_device, profile_path, read_profile, write_profile
 from zeroshard.report import doctor
 from zeroshard.report.doctor import fit_line, measure_device, measure_ranks
 from zeroshard.testing import run_ranks
@@ -59,7 +59,7 @@ def test_this_machine_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def measured_ranks() -> tuple[float, float]:
     mesh = zs.init()
-    device = measure_ranks(zs.host_device(), mesh.world_size)
+    device = measure_ranks(host_device(), mesh.world_size)
     return device.hop_s, device.link_bytes_per_s
 
 

@@ -36,7 +36,7 @@ def change(folder: Path, path: tuple[str | int, ...], value: Any) -> None:
 
 
 def test_a_whole_run_is_read(tmp_path: Path) -> None:
-    assert read_sources([whole_run(tmp_path)])["losses"][0]["loss"] == [5.0, 4.0]
+    assert read_sources([whole_run(tmp_path)])["curves"][0]["loss"] == [5.0, 4.0]
 
 
 DAMAGES: dict[str, Callable[[Path], object]] = {
@@ -54,6 +54,16 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
     ),
     "a deep record": lambda run: (run / "metrics.jsonl").write_text("[" * 100_000 + "\n"),
     "bytes for records": lambda run: (run / "metrics.jsonl").write_bytes(b"\xff\xfe\n"),
+    "a norm that is a word": lambda run: (run / "metrics.jsonl").write_text(
+        '{"kind": "step", "step": 1, "loss": 1, "grad_norm": "high"}\n'
+    ),
+    "a peak that is a number": lambda run: (run / "metrics.jsonl").write_text(
+        '{"kind": "step", "step": 1, "loss": 1, "peak_bytes": 7}\n'
+    ),
+    "an evaluation without a loss": lambda run: (run / "metrics.jsonl").write_text('{"kind": "eval", "step": 1}\n'),
+    "settings that are no TOML": lambda run: (run / "config.toml").write_text("[train\n"),
+    "settings without a section": lambda run: (run / "config.toml").write_text("steps = 3\n"),
+    "bytes for settings": lambda run: (run / "config.toml").write_bytes(b"\xff\xfe"),
     "bytes for a summary": lambda run: (run / "summary.json").write_bytes(b"\xff\xfe"),
     "a deep summary": lambda run: (run / "summary.json").write_text('{"a":' * 100_000),
     "a summary without ranks": lambda run: change(run, ("ranks",), None),
@@ -102,8 +112,14 @@ def make_run_of_pipes(name: str) -> Callable[[Path], Path]:
 
 @pytest.mark.parametrize(
     "make",
-    [make_pipe, lambda _: Path("/dev/zero"), make_run_of_pipes("metrics.jsonl"), make_run_of_pipes("summary.json")],
-    ids=["pipe", "device", "metrics", "summary"],
+    [
+        make_pipe,
+        lambda _: Path("/dev/zero"),
+        make_run_of_pipes("metrics.jsonl"),
+        make_run_of_pipes("summary.json"),
+        make_run_of_pipes("config.toml"),
+    ],
+    ids=["pipe", "device", "metrics", "summary", "config"],
 )
 def test_a_pipe_or_a_device_is_an_error_at_once(make: Callable[[Path], Path], tmp_path: Path) -> None:
     source = make(tmp_path)

@@ -17,7 +17,7 @@ from zeroshard.report.player import table_rows
 from zeroshard.report.walk import read_walk
 
 CODE_BYTES = 300_000
-MINIMAL = {"version": 1, "kind": "run", "title": "a run"}
+MINIMAL = {"version": 2, "title": "a run"}
 
 
 def unpack(page: str) -> dict[str, Any]:
@@ -90,16 +90,27 @@ def test_the_modules_of_the_page_have_no_import_left() -> None:
 def test_all_data_may_be_left_out(plan: dict[str, Any]) -> None:
     check_page(MINIMAL)
     check_page(plan)
-    check_page(MINIMAL | dict.fromkeys(("film", "walk", "player", "frontier", "ranks", "model", "hardware")))
+    check_page(MINIMAL | dict.fromkeys(("film", "walk", "player", "frontier", "ranks", "curves", "lanes")))
 
 
 CHANGES = [
-    (("version",), 2, ValueError, "data.version must be 1, got 2"),
-    (("kind",), "picture", ValueError, "data.kind must be one of ['plan', 'run'], got 'picture'"),
+    (("version",), 1, ValueError, "data.version must be 2, got 1"),
+    (("sources", 0, "kind"), "picture", ValueError, "data.sources[0].kind must be one of ['plan', 'search', 'run',"),
+    (("sources", 1, "state"), "good", ValueError, "data.sources[1].state must be one of ['complete', 'interrupted',"),
+    (("sources", 0, "memory", "total_bytes"), 3, ValueError, "data.sources[0].memory: the parts are 19,327,352,832"),
+    (
+        ("sources", 0, "results", 0, "value"),
+        float("nan"),
+        ValueError,
+        "data.sources[0].results[0].value must be finite",
+    ),
+    (("shows", "film"), [3], ValueError, "data.shows.film: indices must be from 0 to 2, got 3 to 3"),
+    (("shows", "views"), [0], ValueError, "data.shows has 'views', which is no entry of the data"),
+    (("ranks", 0, "source"), 7, ValueError, "data.ranks: source: indices must be from 0 to 2, got 0 to 7"),
     (("title",), 3, TypeError, "data.title must be str, got int: '3'"),
     (("surprise",), 3, ValueError, "data has ['surprise'], which PageData does not have"),
-    (("model", "parameters_numel"), True, TypeError, "data.model.parameters_numel must be int, got bool"),
-    (("options", "stage"), None, TypeError, "data.options.stage must be"),
+    (("sources", 0, "model", "parameters_numel"), True, TypeError, "parameters_numel must be int, got bool"),
+    (("sources", 0, "options", "stage"), None, TypeError, "data.sources[0].options.stage must be"),
     (("ranks", 0, "resident_bytes", "other"), 3, ValueError, "data.ranks[0].resident_bytes has ['other']"),
     (("frontier", 3, "verdict"), "maybe", ValueError, "data.frontier[3].verdict must be one of"),
     (
@@ -108,8 +119,10 @@ CHANGES = [
         ValueError,
         "data.frontier[3].tokens_per_s must be finite, got nan",
     ),
-    (("losses", 0, "loss", 2), float("inf"), ValueError, "data.losses[0].loss[2] must be finite, got inf"),
-    (("losses", 0, "loss"), [1.0], ValueError, "data.losses[0]: columns differ in length"),
+    (("curves", 0, "loss", 2), float("inf"), ValueError, "data.curves[0].loss[2] must be finite, got inf"),
+    (("curves", 0, "loss"), [1.0], ValueError, "data.curves[0]: columns differ in length"),
+    (("curves", 0, "grad_norm"), [1.0], ValueError, "data.curves[0]: columns differ in length"),
+    (("curves", 0, "heldout", "loss"), [1.0], ValueError, "data.curves[0].heldout: columns differ in length"),
     (("film", "events", "column", 5), 17, ValueError, "data.film.events.column: indices must be from 0 to 5"),
     (("film", "events", "module", 5), -1, ValueError, "data.film.events.module: indices must be from 0"),
     (("film", "events", "nbytes", 5), 0, ValueError, "data.film.events: event 5 has 0 bytes; omit"),
@@ -140,4 +153,4 @@ def test_wrong_data_is_refused_with_its_place(
     with pytest.raises(error, match=re.escape(message)):
         make_page(data)
     with pytest.raises(ValueError, match=re.escape("data has no ['title']")):
-        make_page({"version": 1, "kind": "run"})
+        make_page({"version": 2})

@@ -15,10 +15,10 @@ from tests.report import synthetic
 from zeroshard.evidence.scorecard import scorecard
 from zeroshard.report.page import write_page
 from zeroshard.report.plans import read_sources
-from zeroshard.report.player import PLAYER_COLUMNS, rank_bytes
+from zeroshard.report.player import PLAYER_COLUMNS, player_total, rank_bytes
 from zeroshard.report.walk import read_walk
 
-VIEWS = ("ranks", "player", "film", "frontier", "scorecard", "comparison", "losses", "walk")
+VIEWS = ("overview", "ranks", "player", "film", "frontier", "scorecard", "comparison", "losses", "walk")
 RUN = Path(__file__).parent / "data" / "run"
 SAMPLE = Path(__file__).parents[1] / "plan" / "data" / "published_sample.csv"
 MANY = 100_000
@@ -160,10 +160,10 @@ def test_a_narrow_screen_does_not_scroll_sideways(open_page: Open, plan: dict[st
 
 
 def test_views_without_data_are_hidden(open_page: Open) -> None:
-    losses = [{"run": "a", "step": [1, 2], "loss": [5.5, 5.1]}]
-    opened = open_page({"version": 1, "kind": "run", "title": "a run", "losses": losses, "frontier": [], "walk": None})
-    assert opened.page.locator("[role=tab]").all_inner_texts() == ["Loss"]
-    empty = open_page({"version": 1, "kind": "run", "title": "nothing", "walk": None})
+    curves = [{"run": "a", "step": [1, 2], "loss": [5.5, 5.1]}]
+    opened = open_page({"version": 2, "title": "a run", "curves": curves, "frontier": [], "walk": None})
+    assert opened.page.locator("[role=tab]").all_inner_texts() == ["Overview", "Loss"]
+    empty = open_page({"version": 2, "title": "nothing", "walk": None})
     assert "no data" in empty.page.inner_text("#panels")
 
 
@@ -174,20 +174,28 @@ def test_the_least_data_is_enough(open_page: Open) -> None:
     activation = {"bytes_per_token_block": 0.0, "blocks": 0, "fixed_bytes_per_token": 0.0}
     sizes = dict.fromkeys(("parameter_bytes", "gradient_bytes", "state_bytes"), 0)
     least = {
-        "version": 1,
-        "kind": "plan",
+        "version": 2,
         "title": "",
+        "sources": [
+            {"kind": "plan", "name": "", "verdict": "no", "memory": {"total_bytes": 0, "parts": {}}},
+            {"kind": "run", "name": "a", "results": [{"what": "held-out loss", "value": None, "unit": "nats/token"}]},
+            {"kind": "run", "name": "b", "options": {}},
+        ],
         "columns": ["states"],
         "names": ["x"],
         "ranks": [{"name": "rank 0", "count": 1, "resident_bytes": {}, "peak_bytes": None}],
         "film": {"events": one},
         "player": {"units": [7], **sizes, "activation": activation, "capacity_bytes": 1, "usable_bytes": 0},
         "frontier": [
-            {"label": "a", "peak_bytes": 5, "tokens_per_s": 3, "is_best": False, "verdict": "no", "options": {}}
+            {"label": "a", "total_bytes": 5, "tokens_per_s": 3, "is_best": False, "verdict": "no", "options": {}}
         ],
         "scorecard": [{"source": "a", "label": "b", "metric": "c", "unit": "", "predicted": 1, "measured": 1}],
         "comparison": [{"what": "a", "unit": "s", "predicted": 0, "measured": 0}],
-        "losses": [{"run": "a", "step": [1], "loss": [2.0]}, {"run": "b", "step": [], "loss": []}],
+        "curves": [
+            {"run": "a", "step": [1], "loss": [2.0], "grad_norm": [0.0], "heldout": {"step": [1], "loss": [None]}},
+            {"run": "b", "step": [], "loss": []},
+            {"run": "c", "step": [1], "loss": [None]},
+        ],
     }
     for film in ({"events": one}, {"events": nothing}, {"events": nothing, "initial": one, "phases": []}):
         opened = open_page(least | {"film": film})
@@ -198,7 +206,7 @@ def test_the_least_data_is_enough(open_page: Open) -> None:
 
 
 def test_a_damaged_page_says_so(open_page: Open, tmp_path: Path) -> None:
-    opened = open_page({"version": 1, "kind": "run", "title": "a run"})
+    opened = open_page({"version": 2, "title": "a run"})
     text = opened.path.read_text("utf-8")
     start = text.index('id="data">') + len('id="data">')
     opened.path.write_text(text[: start + 100] + text[text.index("</script>", start) :], "utf-8")
@@ -211,7 +219,7 @@ def test_a_damaged_page_says_so(open_page: Open, tmp_path: Path) -> None:
 
 def test_tabs_and_theme_are_used_with_the_keyboard(open_page: Open, plan: dict[str, Any]) -> None:
     opened = open_page(plan)
-    opened.page.focus("#tab-ranks")
+    opened.page.focus("#tab-overview")
     for view in (*VIEWS[1:], VIEWS[0]):
         opened.page.keyboard.press("ArrowRight")
         assert opened.script("document.activeElement.id") == f"tab-{view}"
@@ -227,8 +235,12 @@ def test_tabs_and_theme_are_used_with_the_keyboard(open_page: Open, plan: dict[s
 def test_text_of_the_data_is_text(open_page: Open) -> None:
     hostile = "</script><script>alert(1)</script><img src=x onerror=alert(2)>{{data}}"
     data = synthetic.plan()
-    data |= {"title": hostile, "names": [hostile, *data["names"][1:]], "options": {hostile: hostile}}
-    data["frontier"][0]["label"] = data["losses"][0]["run"] = data["comparison"][0]["what"] = hostile
+    data |= {
+        "title": hostile,
+        "names": [hostile, *data["names"][1:]],
+        "sources": [data["sources"][0] | {"name": hostile, "options": {hostile: hostile}}, *data["sources"][1:]],
+    }
+    data["frontier"][0]["label"] = data["curves"][0]["run"] = data["comparison"][0]["what"] = hostile
     opened = open_page(data)
     for view in VIEWS:
         opened.show(view)
@@ -387,7 +399,7 @@ def choose(opened: Opened, **setting: int) -> None:
 def bars(opened: Opened) -> dict[int, dict[str, float]]:
     """Return the bytes of each bar that is shown, by rank and column."""
     found = opened.script("""[...document.querySelectorAll('.bar[data-rank]')].map((bar) => [Number(bar.dataset.rank),
-        [...bar.querySelectorAll('i')].map((part) => [part.dataset.column, Number(part.dataset.bytes)])])""")
+        [...bar.querySelectorAll('i[data-column]')].map((part) => [part.dataset.column, Number(part.dataset.bytes)])])""")
     return {rank: dict(parts) for rank, parts in found}
 
 
@@ -401,7 +413,7 @@ def test_bars_are_those_of_the_residency_table(open_page: Open, plan: dict[str, 
             shown = bars(opened)
             assert len(shown) == min(ranks, 15)
             assert shown == {rank: rank_bytes(plan["player"], **setting, rank=rank) for rank in shown}
-            assert opened.number("#player-total") == max(sum(rank.values()) for rank in shown.values())
+            assert opened.number("#player-total") == player_total(plan["player"], **setting)
 
 
 def test_one_rank_is_plain_data_parallelism(open_page: Open, plan: dict[str, Any]) -> None:
@@ -442,9 +454,10 @@ def test_the_badge_follows_the_bars(open_page: Open, plan: dict[str, Any]) -> No
         choose(opened, stage=3, batch=batch)
         seen[opened.number("#player-total")] = opened.page.get_attribute("#player-badge", "data-verdict")
     player = plan["player"]
+    outside_bytes = player["capacity_bytes"] - player["usable_bytes"]
     for nbytes, verdict in seen.items():
-        fits = nbytes * player["p95_ratio"] <= player["usable_bytes"]
-        assert verdict == ("fits" if fits else "tight" if nbytes <= player["usable_bytes"] else "no")
+        fits = (nbytes - outside_bytes) * player["p95_ratio"] + outside_bytes <= player["capacity_bytes"]
+        assert verdict == ("fits" if fits else "tight" if nbytes <= player["capacity_bytes"] else "no")
     assert {"fits", "no"} <= set(seen.values())
     opened.page.hover(".bar[data-rank='2'] [data-column='states']")
     assert "K · P / N" in opened.page.inner_text("#tooltip")
@@ -464,21 +477,21 @@ def test_the_frontier_shows_what_is_clicked(open_page: Open, plan: dict[str, Any
     })()""")
     box = opened.page.locator("#panel-frontier canvas").bounding_box()
     opened.page.mouse.click(box["x"] + x, box["y"] + y)
-    least = min(plan["frontier"], key=lambda one: one["peak_bytes"])
-    assert opened.number("#frontier-detail p") == least["peak_bytes"]
+    least = min(plan["frontier"], key=lambda one: one["total_bytes"])
+    assert opened.number("#frontier-detail p") == least["total_bytes"]
     assert least["label"] in opened.page.inner_text("#frontier-detail h3")
     for name, value in least["options"].items():
         assert f"{name}\t{value}" in opened.page.inner_text("#frontier-detail table")
     opened.page.locator("#panel-frontier canvas").focus()
     opened.page.keyboard.press("ArrowRight")
-    second = sorted(plan["frontier"], key=lambda one: one["peak_bytes"])[1]
-    assert opened.number("#frontier-detail p") == second["peak_bytes"]
+    second = sorted(plan["frontier"], key=lambda one: one["total_bytes"])[1]
+    assert opened.number("#frontier-detail p") == second["total_bytes"]
     front = opened.script("zeroshard.views.get('frontier').front.map((one) => one.label)")
     assert set(front) == {
         one["label"]
         for one in plan["frontier"]
         if not any(
-            other["peak_bytes"] <= one["peak_bytes"] and other["tokens_per_s"] > one["tokens_per_s"]
+            other["total_bytes"] <= one["total_bytes"] and other["tokens_per_s"] > one["tokens_per_s"]
             for other in plan["frontier"]
         )
     }
@@ -518,35 +531,33 @@ def test_tables_show_the_numbers_of_the_data(open_page: Open, plan: dict[str, An
     assert shown == [value for one in plan["comparison"] for value in (one["predicted"], one["measured"])]
     opened.show("ranks")
     shown = opened.script("[...document.querySelectorAll('#ranks td span')].map((one) => Number(one.dataset.bytes))")
-    held = [column for column in plan["columns"] if any(one["resident_bytes"].get(column) for one in plan["ranks"])]
-    assert shown == [
-        nbytes
-        for one in plan["ranks"]
-        for nbytes in (
-            sum(one["resident_bytes"].values()),
-            one["peak_bytes"],
-            *(one["resident_bytes"][column] for column in held),
-        )
-    ]
+    expected = []
+    for source in (0, 1):  # each has a table of its own, with the columns that it has
+        ranks = [one for one in plan["ranks"] if one["source"] == source]
+        held = [column for column in plan["columns"] if any(one["resident_bytes"].get(column) for one in ranks)]
+        for one in ranks:
+            peaks = [one["peak_bytes"], one["total_bytes"]] if source == 0 else []
+            expected += [sum(one["resident_bytes"].values()), *peaks, *(one["resident_bytes"][name] for name in held)]
+    assert shown == expected
     opened.show("losses")
-    for run in plan["losses"]:
+    for run in plan["curves"]:
         cells = opened.page.locator("#losses tr", has_text=run["run"]).inner_text().split("\t")
         known = [loss for loss in run["loss"] if loss is not None]
         assert cells[1:4] == [str(len(run["loss"])), f"{known[-1]:.4f}", f"{min(known):.4f}"]
-    equal = [*plan["losses"][:1], plan["losses"][0] | {"run": "again"}, plan["losses"][1]]
-    again = open_page(plan | {"losses": equal}, "losses")
-    rows = [row.split("\t")[5] for row in again.page.locator("#losses tbody tr").all_inner_texts()]
+    equal = [*plan["curves"][:1], plan["curves"][0] | {"run": "again"}, plan["curves"][1]]
+    again = open_page(plan | {"curves": equal}, "losses")
+    rows = [row.split("\t")[6] for row in again.page.locator("#losses tbody tr").all_inner_texts()]
     assert rows == ["", f"{equal[0]['run']}, at each step", ""]
     opened.page.locator("#losses canvas").focus()
     opened.page.keyboard.press("End")
-    assert opened.page.inner_text("#loss-readout").startswith("step 1000: ")
+    assert opened.page.inner_text("#loss-readout").startswith("step 1,000:")
 
 
 # -- the walk ---------------------------------------------------------------------------------------------------------
 
 
 def test_the_walk_tells_the_trace(open_page: Open) -> None:
-    opened = open_page({"version": 1, "kind": "run", "title": "a walk"}, "walk")
+    opened = open_page({"version": 2, "title": "a walk"}, "walk")
     walk = read_walk()
     opened.page.focus("#walk")
     for step in walk["steps"]:
@@ -582,7 +593,7 @@ def test_the_walk_tells_the_trace(open_page: Open) -> None:
 
 
 def test_the_walk_plays_and_stops(open_page: Open) -> None:
-    opened = open_page({"version": 1, "kind": "run", "title": "a walk"}, "walk")
+    opened = open_page({"version": 2, "title": "a walk"}, "walk")
     opened.page.clock.install()
     opened.page.focus("#walk")
     opened.page.keyboard.press(" ")

@@ -24,8 +24,8 @@ def test_each_view_with_data_has_pictures(tmp_path: Path) -> None:
         else:
             assert ElementTree.parse(path).getroot().tag == SVG
         assert 5_000 < path.stat().st_size < 1_000_000
-    losses = [{"run": "a", "step": [1, 2], "loss": [5.5, None]}]
-    only = write_pictures({"version": 1, "kind": "run", "title": "a", "losses": losses}, tmp_path, ["svg"])
+    curves = [{"run": "a", "step": [1, 2], "loss": [5.5, None]}]
+    only = write_pictures({"version": 2, "title": "a", "curves": curves}, tmp_path, ["svg"])
     assert [path.name for path in only] == ["losses.svg"]
 
 
@@ -50,4 +50,4 @@ def test_a_missing_library_is_named_with_its_extra(tmp_path: Path, monkeypatch: 
     with pytest.raises(
         ImportError, match=r"pictures need 'matplotlib.*'; install it with: pip install \"zeroshard\[report\]\""
     ):
-        write_pictures({"version": 1, "kind": "run", "title": "a"}, tmp_path)
+        write_pictures({"version": 2, "title": "a"}, tmp_path)

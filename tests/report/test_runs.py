@@ -14,6 +14,7 @@ from zeroshard.report.runs import read_runs
 from zeroshard.train.metrics import EvalRecord, RankBytes, RunFiles, StepRecord, Summary
 
 STATES = {"parameters": 1000, "gradients": 2000, "states": 6000, "padding": 64, "transient": 512}
+CONFIG = "[train]\nclip = 1.0\n[data]\npath = ''\n[zero]\nstage = 3\n[run]\nname = 'a'\nfolder = 'runs'\n"
 SENT = {"gather": 3000, "reduce": 1500}
 
 
@@ -50,7 +51,7 @@ def summary(name: str, ranks: list[RankBytes]) -> Summary:
 
 
 def write_run(folder: Path, losses: list[float], ended: Summary | None) -> Path:
-    with RunFiles(folder, "") as files:
+    with RunFiles(folder, CONFIG) as files:
         for step, loss in enumerate(losses, 1):
             files.stepped(StepRecord(step, loss, 1e-3, 1.0, 0.5, 250.0, STATES, STATES))
             files.evaluated(EvalRecord(step, 9.0, 2.0, 100, 0.1))
@@ -66,9 +67,32 @@ def test_a_run_has_losses_ranks_and_a_comparison(tmp_path: Path) -> None:
     check_page(data)
     make_page(data)
     assert data["title"] == "first"
-    assert data["losses"] == [{"run": "first", "step": [1, 2, 3], "loss": [5.5, None, 5.0]}]
-    assert data["model"] == {"name": "GPT of 2 blocks", "parameters_numel": 1234}
-    assert data["options"] == {"row": "stage 3", "ranks": 3, "steps": 3, "tokens/s": 250}
+    assert data["curves"] == [
+        {
+            "run": "first",
+            "step": [1, 2, 3],
+            "loss": [5.5, None, 5.0],
+            "learning_rate": [1e-3] * 3,
+            "grad_norm": [1.0] * 3,
+            "tokens_per_s": [250.0] * 3,
+            "memory_bytes": [sum(STATES.values())] * 3,
+            "heldout": {"step": [1, 2, 3], "loss": [9.0] * 3},
+        }
+    ]
+    (source,) = data["sources"]
+    assert source["model"] == {"name": "GPT of 2 blocks", "parameters_numel": 1234}
+    assert (source["kind"], source["name"], source["state"]) == ("run", "first", "complete")
+    assert source["options"] == {"ranks": 3, "train.clip": 1.0, "data.path": "", "zero.stage": 3}
+    assert [(one["what"], one["value"]) for one in source["results"]] == [
+        ("held-out loss", 5.1),
+        ("bits per byte of held-out text", 2.0),
+        ("training loss, mean of the last steps", 5.0),
+        ("speed of all ranks", 250.4),
+        ("steps", 3),
+        ("tokens", 1000),
+        ("time of the steps", 4.0),
+        ("state memory of rank 0, peak", sum(STATES.values())),
+    ]
     assert [(one["name"], one["count"], one["resident_bytes"]["padding"]) for one in data["ranks"]] == [
         ("ranks 0 to 1", 2, 64),
         ("rank 2", 1, 96),
@@ -82,14 +106,40 @@ def test_a_run_has_losses_ranks_and_a_comparison(tmp_path: Path) -> None:
     assert not any("agree" in what for what in rows)
 
 
-def test_a_run_that_goes_on_has_losses_alone(tmp_path: Path) -> None:
+def test_a_run_that_goes_on_has_curves_alone(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "under way", [5.5, 5.2], None)
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"kind": "step", "st')  # being written
     data = read_runs([folder])
     check_page(data)
-    assert data["losses"] == [{"run": "under way", "step": [1, 2], "loss": [5.5, 5.2]}]
-    assert data.keys() == {"version", "kind", "title", "losses"}
+    assert (data["curves"][0]["run"], data["curves"][0]["loss"]) == ("under way", [5.5, 5.2])
+    assert data.keys() == {"version", "title", "sources", "curves"}
+    assert data["sources"][0]["state"] == "unfinished"
+    assert [(one["what"], one["value"]) for one in data["sources"][0]["results"]] == [
+        ("held-out loss", 9.0),
+        ("training loss, last step", 5.2),
+        ("steps", 2),
+    ]
+
+
+def test_curves_that_no_record_has_are_left_out(tmp_path: Path) -> None:
+    records = [
+        {"kind": "step", "step": 1, "loss": 5.0, "a key of a later version": [1]},
+        {"kind": "step", "step": 2, "loss": 4.0, "grad_norm": 2.0, "tokens_per_s": "nan"},
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(one)}\n" for one in records))
+    data = read_runs([tmp_path])
+    check_page(data)
+    assert data["curves"] == [{"run": tmp_path.name, "step": [1, 2], "loss": [5.0, 4.0], "grad_norm": [None, 2.0]}]
+    assert data["sources"][0]["options"] == {}
+
+
+def test_a_run_that_diverged_says_so(tmp_path: Path) -> None:
+    ended = dataclasses.replace(summary("a", [rank_bytes(0)]), final_heldout_loss=float("nan"), is_interrupted=True)
+    data = read_runs([write_run(tmp_path, [float("nan")], ended)])
+    check_page(data)
+    assert data["sources"][0]["results"][0] == {"what": "held-out loss", "value": None, "unit": "nats/token"}
+    assert data["sources"][0]["state"] == "interrupted"
 
 
 def test_several_runs_are_told_apart(tmp_path: Path) -> None:
@@ -98,10 +148,10 @@ def test_several_runs_are_told_apart(tmp_path: Path) -> None:
     folders.append(write_run(tmp_path / "c", [4.0], None))
     data = read_runs(folders)
     check_page(data)
-    assert [run["run"] for run in data["losses"]] == ["a", "b", "c"]
-    assert [one["name"] for one in data["ranks"]] == ["a: ranks 0 to 1", "b: ranks 0 to 1"]
+    assert [run["run"] for run in data["curves"]] == ["a", "b", "c"]
+    assert [source["name"] for source in data["sources"]] == ["a", "b", "c"]
+    assert [(one["source"], one["name"]) for one in data["ranks"]] == [(0, "ranks 0 to 1"), (1, "ranks 0 to 1")]
     assert {one["what"].partition(":")[0] for one in data["comparison"]} == {"a", "b"}
-    assert "model" not in data
 
 
 def test_what_is_no_run_is_refused(tmp_path: Path) -> None:

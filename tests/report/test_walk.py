@@ -27,7 +27,7 @@ def test_each_step_is_an_event_of_the_trace() -> None:
         assert step["sentence"].endswith(".")
         if step["event"]["nbytes"]:
             assert f"{step['event']['nbytes']:,} bytes of {step['event']['dtype']} sent" in step["sentence"]
-    check_page({"version": 1, "kind": "run", "title": "a walk", "walk": read_walk()})
+    check_page({"version": 2, "title": "a walk", "walk": read_walk()})
 
 
 def test_states_agree_with_the_bytes_that_were_measured() -> None:

@@ -11,6 +11,7 @@ from zeroshard.describe.asked import Asked, resolve
 from zeroshard.describe.precision import precision_of
 from zeroshard.describe.units import plan_units
 from zeroshard.setup.automatic import STATES_PART, KeptBytes, choose_least
+from zeroshard.table.stages import row_of_stage
 from zeroshard.testing import run_ranks
 from zeroshard.train.config import load_config
 from zeroshard.train.planned import choose_sharding, plan_run
@@ -37,7 +38,7 @@ def test_the_least_stage_that_fits_is_chosen(bytes_per_parameter: float, stage: 
     kept = KeptBytes(plans, [optimizer], precision_of("fp32"), mesh, nn.Parameter.numel)
     resolved = resolve(Asked(stage="auto"), mesh.world_size)
     row, _, _ = choose_least(resolved, kept, int(bytes_per_parameter * numel / STATES_PART))
-    assert row == zs.row_of_stage(stage)
+    assert row == row_of_stage(stage)
 
 
 def test_a_small_model_is_not_sharded() -> None:

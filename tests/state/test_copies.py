@@ -12,7 +12,7 @@ import zeroshard as zs
 from tests.faults.job import loss_of, make
 from zeroshard.core.slot import slot_of
 from zeroshard.testing import RankFailure, run_ranks
-from zeroshard.whole.copies import _sum_bits
+from zeroshard.whole.copies import sum_bits
 
 WORLD = 4
 CULPRIT = 2
@@ -152,12 +152,12 @@ def test_every_bit_changes_the_sum(dtype: torch.dtype) -> None:
     stored = torch.arange(12).to(dtype)
     # Odd in length, in its place in memory, and in strides.
     for value in (stored[:5], stored[1:8], stored.view(3, 4).t()[:3]):
-        before, raw = _sum_bits(value), value.untyped_storage()
+        before, raw = sum_bits(value), value.untyped_storage()
         first, last = value.storage_offset(), value.storage_offset() + value.numel()
         places = {int(place) for place in torch.arange(12).as_strided(value.shape, value.stride(), first).flatten()}
         assert len(places) == last - first
         for place in range(12 * dtype.itemsize):
             for bit in range(8):
                 raw[place] ^= 1 << bit
-                assert (_sum_bits(value) != before) == (place // dtype.itemsize in places)
+                assert (sum_bits(value) != before) == (place // dtype.itemsize in places)
                 raw[place] ^= 1 << bit

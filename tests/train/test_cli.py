@@ -18,7 +18,7 @@ from rich.console import Console
 from tests.processes import is_running
 from zeroshard.cli import main
 from zeroshard.terminal import Terminal
-from zeroshard.train.config import load_config
+from zeroshard.train.config import Config, load_config
 from zeroshard.train.launch import launch_ranks
 from zeroshard.train.metrics import EvalRecord, RankBytes, Start, StepRecord, Summary
 
@@ -128,6 +128,16 @@ def test_dry_run_prints_the_plan_as_comments(monkeypatch, capsys, tmp_path):
         (["--config", "/nowhere.toml"], "zeroshard: --config: cannot read '/nowhere.toml'"),
         (["--config", "/\x1b[2J.toml"], "zeroshard: --config: cannot read '/\\x1b[2J.toml'"),
         (["--name", "\x1b[2J"], "zeroshard: run.name='\\x1b[2J': must be one plain folder name"),
+        (["--offload", "/nowhere"], "zeroshard: zero.offload: there is no folder '/nowhere'"),
+        (["--offload", "/nowhere", "--dry-run"], "zeroshard: zero.offload: there is no folder '/nowhere'"),
+        (["run.folder=/etc/hostname/x"], "zeroshard: run.folder: '/etc/hostname' is a file"),
+        (["--log-to", "tensorbaord"], "zeroshard: run.log_to='tensorbaord': there is no tracker 'tensorbaord'"),
+        (["--lora", "rank=4"], "zeroshard: model.lora=rank=4 is for models of transformers: give --model hf:DIR"),
+        (["--replicas", "3"], "zeroshard: run.replicas=3 does not divide run.ranks=2"),
+        (["hf:models/llama"], "zeroshard: a model is an option: write --model hf:models/llama"),
+        (["--weight-decay", "0.1"], "zeroshard: No such option: --weight-decay"),
+        (["--frobnicate"], "zeroshard: No such option: --frobnicate; zeroshard train --list shows all settings"),
+        (["--lr", "fast"], "zeroshard: Invalid value for '--lr': "),
     ],
 )
 def test_mistakes_end_with_one_message(arguments, message, monkeypatch, capsys, tmp_path):
@@ -136,6 +146,7 @@ def test_mistakes_end_with_one_message(arguments, message, monkeypatch, capsys, 
     assert status == 2
     assert err.startswith(message)
     assert "Traceback" not in err + out
+    assert ("write weight_decay=VALUE" in err) == ("--weight-decay" in arguments)
 
 
 @pytest.mark.rotates
@@ -149,17 +160,61 @@ def test_settings_that_ranks_refuse_end_with_their_message(tmp_path):
     assert "Traceback" not in out + err
 
 
+def test_the_usual_flags_are_settings(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(Path, "home", lambda: tmp_path)
+    flags = [
+        "--lr", "0.5", "--batch-size", "12", "--context", "64", "--gradient-accumulation-steps", "2", "--precision",
+        "bfloat16", "--replicas", "2", "--ranks", "4",
+    ]  # fmt: skip
+    status, out, err = _main(monkeypatch, capsys, "train", *flags, "--dry-run")
+    assert status == 0, err
+    path = tmp_path / "config.toml"
+    path.write_text(out, "utf-8")
+    config = load_config(path)
+    assert (config.train.learning_rate, config.train.batch, config.model.context) == (0.5, 12, 64)
+    assert (config.train.accumulation, config.train.precision) == (2, "bf16")
+    assert (config.run.replicas, config.run.ranks) == (2, 4)
+
+
+def test_all_settings_are_listed_with_types_and_limits(monkeypatch, capsys):
+    status, out, _ = _main(monkeypatch, capsys, "train", "--list")
+    assert status == 0
+    for section, values in Config().model_dump().items():
+        assert all(f"  {section}.{key} = " in out for key in values)
+    assert "train.learning_rate = 0.0  (number, at least 0)" in out and "Also: lr." in out
+    assert 'train.precision = "fp32"  (fp32 | bf16 | fp16)' in out
+    status, out, _ = _main(monkeypatch, capsys, "train", "--json-schema")
+    assert json.loads(out)["$defs"]["Train"]["properties"]["steps"]["minimum"] == 1
+
+
+@pytest.mark.rotates
+def test_an_error_of_a_rank_is_one_block_at_the_end(tmp_path):
+    # A disk that refuses a line of metrics is found by the ranks: the folder goes while they train.
+    settings = [*SMALL, "--steps", "100000", "--ranks", "2"]
+    run = _start("-m", "zeroshard", "train", *settings, cwd=tmp_path)
+    _wait_for_steps(tmp_path / "runs" / "default", 2)
+    (tmp_path / "runs" / "default").rename(tmp_path / "elsewhere")
+    _, err = run.communicate(timeout=60)
+    lines = err.splitlines()
+    assert run.returncode == 1
+    assert lines[0].startswith("zeroshard: RuntimeError: [rank ") and "cannot be written" in lines[0]
+    assert lines[-1].startswith("This was rank ") and "--verbose shows all frames" in lines[-1]
+    assert "Traceback" not in err and len(lines) < 6
+
+
 def _told(is_terminal):
     """Return what a terminal shows of a run of two steps and one evaluation."""
     out = io.StringIO()
     console = Console(file=out, force_terminal=is_terminal, width=120, _environ={})
     held = {"states": 2_000_000, "gradients": 500_000, "parameters": 500_000, "padding": 64, "transient": 7}
     sent = {"gather": 4_321, "reduce": 1_234, "agree": 56}
-    with Terminal(log_every=100, console=console) as terminal:
+    with Terminal(log_every=100, console=console, is_verbose=True) as terminal:
         cells = {"states": "sharded", "gradients": "replicated", "parameters": "replicated", "activations": "kept"}
-        terminal.started(Start("a model", "2 ranks", "a text", "stage 1", cells, [held, held], 2, 0, Path("runs/x")))
+        changes = ("train.steps is 2, and was 1",)
+        start = Start("a model", "2 ranks", "a text", "stage 1", cells, [held, held], 2, 0, Path("runs/x"), changes)
+        terminal.started(start)
         for step in (1, 2):
-            terminal.stepped(StepRecord(step, 3.25, 0.1, 1.0, 90.0, 1000.0, held, held))
+            terminal.stepped(StepRecord(step, 3.25 - step, 0.1, 1.0, 90.0, 1000.0, held, held, mfu=0.375))
         terminal.evaluated(EvalRecord(2, 1.5, 2.125, 999, 0.5))
         of_rank = RankBytes(
             held, held, held | {"transient": 9}, {"gather": 4_321, "reduce": 1_234}, sent, {"gather": 8}
@@ -168,7 +223,7 @@ def _told(is_terminal):
             Summary(
                 "x", "a model", False, 2, [], 1, 10, 2, 1, "stage 1", 3.25, 1.5, 2.125, 20, 1000.0, 180.0, 185.0,
                 [of_rank, of_rank], {}, "[b]sample", {}, "[rank 0/2] a profile", pipe=2, schedule="1f1b",
-                micro_batches=4, idle=[0.25, 0.5],
+                micro_batches=4, idle=[0.25, 0.5], mfu=0.36,
             )
         )  # fmt: skip
     return out.getvalue()
@@ -181,11 +236,20 @@ def test_what_a_person_sees(is_terminal):
     plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", told)
     for text in ("a model", "2 ranks", "a text", "runs/x/", "stage 1", "replicated", "rank 1, predicted bytes"):
         assert text in plain
-    assert "loss 3.2500  1,000 tokens/s  3.0 MB/rank" in plain
+    assert "loss 1.2500  lr 1.00e-01  norm 1.00  1,000 tokens/s  MFU 38%  3.0 MB/rank" in plain
     assert "eval after step 2: 2.1250 bits per byte on 999 held-out bytes" in plain
     assert "[b]sample" in plain
     assert "[rank 0/2] a profile" in plain
-    assert "2.1250 bits per byte held out, 2 steps, 1,000 tokens/s, 3:05 in all" in plain
+    assert [line.rstrip() for line in plain.rstrip().splitlines()][-7:] == [
+        "score  2.1250 bits per byte held out, loss 1.5000; 2 steps, 3:05 in all",
+        "loss   2.250 to 1.250  \u2588\u2581",
+        "speed  1,000 tokens/s, 36.0% of the devices' peak (MFU)",
+        "memory 3.0 MB a rank predicted, 3.0 measured: model states and buffers",
+        "run    runs/x/",
+        "next   zeroshard generate runs/x --prompt 'The '",
+        "       zeroshard report runs/x",
+    ]
+    assert "new    train.steps is 2, and was 1" in plain
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in plain.splitlines() if line.startswith("│")]
     assert ["rank 1 predicted", "2,000,000", "500,000", "500,000", "64", "7"] in rows
     assert ["measured", "2,000,000", "500,000", "500,000", "64", "9"] in rows
@@ -219,7 +283,7 @@ def test_names_and_samples_do_not_steer_the_terminal(is_terminal):
             )
         )  # fmt: skip
     told = out.getvalue()
-    assert told.count(shown) == 7
+    assert told.count(shown) == 10
     assert "\x1b[2J" not in told
     assert "\u202e" not in told
     assert "a\u00a0b" in told
@@ -311,7 +375,8 @@ def test_ranks_may_take_as_long_to_stop_as_others_wait(monkeypatch):
 
 @pytest.mark.rotates
 def test_two_ranks_through_the_launcher(tmp_path):
-    run = _start("-m", "zeroshard.cli", "train", *SMALL, "--steps", "3", "--name", "two", cwd=tmp_path)
+    options = ["--steps", "3", "--name", "two", "--verbose"]
+    run = _start("-m", "zeroshard.cli", "train", *SMALL, *options, cwd=tmp_path)
     out, err = run.communicate(timeout=90)
     assert run.returncode == 0, err
     assert err == ""
@@ -326,6 +391,10 @@ def test_two_ranks_through_the_launcher(tmp_path):
     for of_rank in summary["ranks"]:
         assert f"{of_rank['predicted_bytes']['states']:,}" in out
         assert f"{of_rank['sent_bytes']['gather']:,}" in out
+    steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()][:3]
+    assert [one["tokens"] for one in steps] == [128, 256, 384]
+    assert steps[0]["time"] < steps[1]["time"] < steps[2]["time"] <= time.time()
+    assert summary["wall_s"] > summary["train_s"]
 
 
 @pytest.mark.rotates

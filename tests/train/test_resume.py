@@ -7,6 +7,7 @@ import socket
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import zeroshard as zs
@@ -14,7 +15,9 @@ from zeroshard.checkpoint.diff import diff
 from zeroshard.testing import RankFailure, run_ranks
 from zeroshard.train.config import differences, load_config
 from zeroshard.train.loop import train
+from zeroshard.train.models.gpt import GPT, GPTConfig
 from zeroshard.train.resume import check_folder, is_complete
+from zeroshard.train.run import learning_rate_factor
 
 SMALL = [
     "model.depth=1",
@@ -41,7 +44,7 @@ class _Silent:
         self.saved_steps, self.done = [], -1
 
     def started(self, start):
-        self.done = start.done
+        self.start, self.done = start, start.done
 
     def stepped(self, record):
         if record.step == self._cut_after:
@@ -93,7 +96,7 @@ def _run_named(folder, name, overrides, cuts):
 
 def _records(folder, *volatile):
     """Return the lines of a run without what a clock decides."""
-    clocks = {"step_s", "tokens_per_s", "eval_s", *volatile}
+    clocks = {"step_s", "tokens_per_s", "eval_s", "time", *volatile}
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [{key: value for key, value in line.items() if key not in clocks} for line in lines]
 
@@ -193,7 +196,7 @@ def test_a_complete_run_is_known(tmp_path):
         ("run.seed=2", "run.seed is 2, and was 1"),
         ("model.depth=2", "model.depth is 2, and was 1"),
         ("train.batch=6", "train.batch is 6, and was 12"),
-        ("train.learning_rate=0.5", "train.learning_rate is 0.5, and was "),
+        ("train.beta1=0.5", "train.beta1 is 0.5, and was 0.9"),
         ("train.precision=bf16", 'train.precision is "bf16", and was "fp32"'),
         ("data.heldout_fraction=0.2", "data.heldout_fraction is 0.2, and was 0.1"),
     ],
@@ -220,10 +223,44 @@ def test_what_does_not_change_the_training_may_change(tmp_path):
     free = [
         "zero.stage=1", "train.accumulation=2", "zero.no_sync=true", "run.ranks=2", "train.steps=9",
         "checkpoint.every_s=5", "train.eval_every=0", "run.prompt=x", "data.cache=/x", "run.name=n",
-        "zero.watchdog_s=9",
+        "zero.watchdog_s=9", "train.learning_rate=0.5", "train.warmup_fraction=0.5", "train.clip=0",
     ]  # fmt: skip
     before = load_config(overrides=SMALL)
     assert differences(before, load_config(overrides=[*SMALL, *free])) == []
+
+
+def test_a_resume_with_another_schedule_follows_it_and_says_so(tmp_path):
+    _run(tmp_path, "run", "train.final_fraction=0.5", stop_after=2)
+    before = tmp_path / "run" / "step-00000002"
+    told = _Silent()
+    changed = ["train.learning_rate=1e-9", "train.steps=8", "train.weight_decay=0.05", "train.final_fraction=0.5"]
+    config = load_config(overrides=[*SMALL, f"run.folder={tmp_path}", "run.name=run", "run.ranks=1", *changed])
+    train(config, told)
+    assert {text.split()[0] for text in told.start.changes} == {
+        "train.learning_rate", "train.steps", "train.weight_decay"
+    }  # fmt: skip
+    steps = [line for line in _records(tmp_path / "run") if line["kind"] == "step"]
+    for line in steps[2:]:
+        factor = learning_rate_factor(line["step"] - 1, steps=8, warmup_fraction=0.05, final_fraction=0.5)
+        assert line["learning_rate"] == pytest.approx(1e-9 * factor, rel=1e-12)
+    # With such a rate the parameters stay where they were.
+    first, last = (_weights(path) for path in (before, zs.latest(tmp_path / "run")))
+    assert all(torch.allclose(first[name], last[name], rtol=0, atol=1e-6) for name in first)
+    assert steps[2]["loss"] != steps[1]["loss"]
+
+
+def _weights(path):
+    """Return the parameters of a checkpoint of a GPT of depth 1."""
+    model = GPT(GPTConfig(1, 32))
+    zs.shard(model, stage=0).load(path, model_only=True)
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def test_steps_are_not_taken_back(tmp_path):
+    _run(tmp_path, "run", stop_after=4)
+    config = load_config(overrides=[*SMALL, f"run.folder={tmp_path}", "run.name=run", "run.ranks=1", "train.steps=3"])
+    with pytest.raises(ValueError, match=r"train.steps=3: .* has made 4 steps, .* give --steps 4 or more"):
+        check_folder(config)
 
 
 def test_another_text_is_refused(tmp_path):

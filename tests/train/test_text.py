@@ -69,8 +69,20 @@ def test_kinds_of_files_mix(tmp_path):
 def test_missing_sources_are_named(tmp_path):
     with pytest.raises(ValueError, match=r"data\.path: there is no file or folder '.*/missing'"):
         open_source(str(tmp_path / "missing"))
-    with pytest.raises(ValueError, match=r"data\.path: the folder '.*' holds no files"):
+    with pytest.raises(ValueError, match=r"data\.path: the folder '.*' holds no text files"):
         open_source(str(tmp_path))
+
+
+def test_files_that_are_no_text_are_left_out_and_said(tmp_path):
+    (tmp_path / "b.txt").write_text("text")
+    for name in ("a.png", "c.bin"):
+        (tmp_path / name).write_bytes(b"\x89PNG\r\n\x1a\n\0\0")
+    source = open_source(str(tmp_path))
+    assert list(source.documents()) == [b"text"]
+    assert source.describe_left_out() == "2 files are no text and left out, 'a.png' first"
+    assert source.layout() == [(".txt", 4)]
+    with pytest.raises(ValueError, match="not text in UTF-8"):
+        list(open_source(str(tmp_path / "a.png")).documents())
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ from zeroshard.checkpoint.index import serialize
 from zeroshard.checkpoint.manifest import (
     BLOCK_BYTES,
     EXTRA,
+    ISLANDS,
     LATEST,
     MANIFEST,
     FileEntry,
@@ -48,7 +49,7 @@ def make_folder(plan: Plan, folder: Path) -> None:
         raise CheckpointError(
             f"{plan.path.parent} has {free} free bytes, and the checkpoint needs {plan.nbytes}. Free space first."
         )
-    files.make_folder(folder)
+    files.make_folder(folder, plan.mode)
 
 
 def check_limits(plan: Plan) -> None:
@@ -79,7 +80,7 @@ def write_tensors(plan: Plan, folder: Path, name: str, parts: Iterator[memoryvie
     Args:
         parts: the bytes of its chunks, in order, cut anywhere.
     """
-    with _told_if_full(plan, folder), FileWriter(folder / name) as writer:
+    with _told_if_full(plan, folder), FileWriter(folder / name, plan.mode) as writer:
         for piece in make_header(plan.specs, plan.chunks, plan.files.index(name)):
             writer.write(memoryview(piece))
         for part in parts:
@@ -94,9 +95,9 @@ def write_manifest(plan: Plan, folder: Path, written: Mapping[str, FileEntry]) -
         written: the files of all ranks.
     """
     with _told_if_full(plan, folder):
-        entries = {**written, EXTRA: write_file(folder / EXTRA, plan.extra)}
+        entries = {**written, EXTRA: write_file(folder / EXTRA, plan.extra, plan.mode)}
         for name, text in serialize(_manifest_of(plan, entries)).items():
-            write_file(folder / name, text)
+            write_file(folder / name, text, plan.mode)
         files.sync_folder(folder)
 
 
@@ -149,5 +150,5 @@ def _expiring(path: Path, step: int) -> Iterator[tuple[int, str]]:
             manifest, _ = read_manifest(folder)
         except CheckpointError:
             continue
-        if manifest.expires and manifest.step <= step and set(files.names_in(folder)) == manifest.names:
+        if manifest.expires and manifest.step <= step and set(files.names_in(folder)) - {ISLANDS} == manifest.names:
             yield manifest.step, name

@@ -5,7 +5,7 @@ Owns the plan of a save and the agreement on it before any file is created. Read
 
 import re
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -30,7 +30,7 @@ from zeroshard.update.optimizer import ShardedOptimizer
 from zeroshard.whole.owned import OwnedState
 from zeroshard.wire.mesh import Mesh
 
-__all__ = ["ADVICE", "COMMITTED", "INTEGERS", "LOOK", "Plan", "agree_on", "make_plan"]
+__all__ = ["ADVICE", "COMMITTED", "How", "INTEGERS", "LOOK", "Plan", "agree_on", "make_plan"]
 
 ADVICE: Final = "Nothing was committed, and checkpoints from before are as they were."
 LOOK: Final = "Look with `zeroshard checkpoint ls` whether it is there."
@@ -40,6 +40,31 @@ INTEGERS: Final = MappingProxyType({1: torch.uint8, 2: torch.int16, 4: torch.int
 """The integers that have the bits of a tensor's elements, by the bytes of an element."""
 
 
+OWNER: Final = 0o600
+"""Permission bits without which ranks cannot write, nor read, their own files."""
+
+
+@dataclass(frozen=True)
+class How:
+    """The options of a save, as `Zero.save` documents them; equal on all ranks."""
+
+    step: int | None = None
+    keep: int | None = None
+    model_only: bool = False
+    mode: int | None = None
+
+    def check(self) -> None:
+        """Raise ValueError for a value that no save has."""
+        if self.keep is not None and self.keep < LEAST_KEPT:
+            raise ValueError(
+                f"keep must be at least {LEAST_KEPT}, so that one is left while another is damaged; got {self.keep}."
+            )
+        if self.mode is not None and not (0 <= self.mode <= 0o777 and self.mode & OWNER == OWNER):
+            raise ValueError(
+                f"mode takes permission bits, with those of the files' owner, such as 0o600; got {self.mode:#o}."
+            )
+
+
 @dataclass(frozen=True)
 class Plan:
     """The tensors of a save and their files; equal on all ranks except for the items' values.
@@ -47,6 +72,7 @@ class Plan:
     Args:
         extra: the text of `extra.json`.
         keep: the number of expiring checkpoints to keep, including this one; None if this one does not expire.
+        mode: permission bits of the files; None for those that the umask leaves.
     """
 
     path: Path
@@ -56,6 +82,7 @@ class Plan:
     aliases: Mapping[str, str]
     extra: bytes
     keep: int | None
+    mode: int | None = None
 
     @cached_property
     def specs(self) -> tuple[Spec, ...]:
@@ -136,38 +163,42 @@ def make_plan(
     optimizers: Sequence[ShardedOptimizer],
     path: Path,
     extra: Mapping[str, Any],
-    step: int | None,
-    keep: int | None,
+    how: How,
     owned: Sequence[Mapping[str, OwnedState]],
+    change: Callable[[list[Item]], list[Item]] | None = None,
 ) -> Plan:
     """Collect the data to save.
 
     Args:
         owned: the result of `owned_states`.
+        change: replaces the tensors of the model and its optimizers, as islands do.
 
     Raises:
         CheckpointError, ValueError: something cannot be saved, or an argument is wrong.
     """
     if not path.name or path.name.startswith("."):
         raise ValueError(f"path must be a new folder whose name does not begin with a dot; got '{path}'.")
-    if keep is not None and keep < LEAST_KEPT:
-        raise ValueError(
-            f"keep must be at least {LEAST_KEPT}, so that one is left while another is damaged; got {keep}."
-        )
+    how.check()
+    trained = optimizers
+    if how.model_only:
+        optimizers, owned = (), ()
+    step = how.step
     if step is None:
         number = re.search(r"step[-_]?(\d{1,18})$", path.name)
-        step = int(number[1]) if number else max((one.steps for one in optimizers), default=0)
-    scale = engine.loss_scale
+        step = int(number[1]) if number else max((one.steps for one in trained), default=0)
+    scale = None if how.model_only else engine.loss_scale
     common = {
         "extra": encode(dict(extra), "extra"),
         "loss_scale": None if scale is None else [scale.value, scale._good_steps, encode(scale.history, "history")],
     }
     items = model_items(engine, model) + state_items(engine, optimizers, owned)
+    items = items if change is None else change(items)
     places = {item.spec.name: place for place, item in enumerate(items) if item.spec.kind == "model"}
     common["optimizers"] = pack(groups_of(optimizers, owned), places)
-    items += generator_items(engine, read_generators(engine.mesh.device))
+    if not how.model_only:
+        items += generator_items(engine, read_generators(engine.mesh.device))
     text = strict.dumps(common, EXTRA)
-    return Plan(path, step, engine.mesh, tuple(items), aliases_of(engine, model), text, keep)
+    return Plan(path, step, engine.mesh, tuple(items), aliases_of(engine, model), text, how.keep, how.mode)
 
 
 def agree_on(engine: Engine, plan: Plan, what: str, options: str) -> None:
@@ -177,7 +208,7 @@ def agree_on(engine: Engine, plan: Plan, what: str, options: str) -> None:
         options: further values that must be equal.
     """
     message = "ranks were given different paths, steps or options, or their optimizers hold different states. " + ADVICE
-    common = [plan.step, str(plan.path), plan.keep, options]
+    common = [plan.step, str(plan.path), plan.keep, plan.mode, options]
     digest = _crc32_of([*common, *sorted(plan.aliases.items()), *plan.specs])
     agree_equal(engine, f"{what}: comparing what is to be saved", digest, message, common=_crc32_of(common))
     message = (

@@ -33,17 +33,35 @@ __all__ = [
     "write",
 ]
 
-MODE, FOLDER_MODE = 0o600, 0o700
+MODE, FOLDER_MODE = 0o666, 0o777
+"""Permission bits of which the umask of the process takes some away, as of any program's files."""
+READ, SEARCH = 0o444, 2
+"""Who may read a folder may also open what is in it: a bit two places to the right of that for reading."""
 
 
-def make_folder(path: Path) -> None:
-    """Make a folder that only its owner reads; the folder above must exist."""
-    os.mkdir(path, FOLDER_MODE)
+def make_folder(path: Path, mode: int | None = None) -> None:
+    """Make a folder; the folder above must exist.
+
+    Args:
+        mode: permission bits of the files that will be in it; None for those that the umask leaves.
+    """
+    if mode is None:
+        os.mkdir(path, FOLDER_MODE)
+        return
+    os.mkdir(path, 0o700)  # closed until it has the bits, whatever the umask
+    os.chmod(path, mode | (mode & READ) >> SEARCH)
 
 
-def create(path: Path) -> int:
-    """Create a file, which must not exist, and return its descriptor."""
-    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, MODE)
+def create(path: Path, mode: int | None = None) -> int:
+    """Create a file, which must not exist, and return its descriptor.
+
+    Args:
+        mode: permission bits, exactly; None for those that the umask leaves.
+    """
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, MODE if mode is None else 0o600)
+    if mode is not None:
+        os.fchmod(descriptor, mode)
+    return descriptor
 
 
 def write(descriptor: int, data: memoryview) -> int:

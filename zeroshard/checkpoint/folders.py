@@ -67,6 +67,10 @@ def export(
     described = None if text is None else _parse_config(text, Path(str(config)))
     if is_adapted(reader.specs):
         trained = {spec.name.split("/", 2)[-1] for spec in reader.states.values() if spec.kind == "state"}
+        kept = Path(os.path.abspath(source)).parent / BESIDE / ADAPTER_CONFIG
+        if described is None and kept.is_file():
+            text = read_text(kept)
+            described = _parse_config(text, kept)
         names = adapter_names(str(reader.path), reader.specs, trained, described)
         with new_folder(path) as folder:
             _write_whole(folder / ADAPTER, [reader.specs[name] for name in names], reader, names)

@@ -48,10 +48,11 @@ from zeroshard.whole.owned import like_parameter
 from zeroshard.wire.comm import unexpanded
 from zeroshard.wire.mesh import Mesh
 
-__all__ = ["Content", "Loaded", "load", "read_content", "to_rows"]
+__all__ = ["Content", "Loaded", "load", "read_content", "read_part", "to_rows"]
 
 Tensor = torch.Tensor
 Fill = Callable[[str, int, memoryview], None]
+Also = Callable[[CheckpointReader | None], None]
 
 UNCHANGED = "Nothing in memory was changed."
 MIXED = "Memory is partly changed now: load a checkpoint before going on, or end the run."
@@ -96,8 +97,13 @@ def load(
     *,
     only_model: bool = False,
     cast: bool = False,
+    also: Also = lambda reader: None,
 ) -> Loaded:
-    """Read a checkpoint into a sharded model. See `Zero.load`."""
+    """Read a checkpoint into a sharded model. See `Zero.load`.
+
+    Args:
+        also: reads more of the checkpoint into memory; None instead of a checkpoint if only the model is loaded.
+    """
     source, what = Path(path), "zero.load()"
     begin(engine, what)
     with together(engine, f"{what}: comparing {source} with the model", UNCHANGED):
@@ -129,6 +135,7 @@ def load(
         if rest is not None:
             _copy_states(optimizers, rest, engine.mesh, cast)
             _restore(engine, rest)
+        also(None if rest is None else rest.reader)
     follow_masters(engine)
     return Loaded(0, {}) if content is None else Loaded(content.reader.manifest.step, content.extra)
 
@@ -193,7 +200,7 @@ def _copy_model(items: Sequence[Item], source: Source) -> None:
     for item in items:
         assert isinstance(item.value, Tensor), f"{item.spec.name} is not on every rank"
         value = item.value if item.value.is_contiguous() else item.value.contiguous()
-        _read(source.specs[item.spec.name], item.spec, item.held, item.cut, source.fill, value.reshape(-1))
+        read_part(source.specs[item.spec.name], item.spec, item.held, item.cut, source.fill, value.reshape(-1))
         if value is not item.value:
             strides = item.value.stride()
             unexpanded(item.value, strides).copy_(unexpanded(value, strides))
@@ -232,7 +239,7 @@ def _is_in_order(there: Spec, order: tuple[int, ...], held: tuple[int, int]) -> 
     return there.order == order or held[0] == held[1]
 
 
-def _read(there: Spec, here: Spec, held: tuple[int, int], cut: Cut | None, fill: Fill, target: Tensor) -> None:
+def read_part(there: Spec, here: Spec, held: tuple[int, int], cut: Cut | None, fill: Fill, target: Tensor) -> None:
     """Read elements of a tensor, as they are counted here, into `target`, (stop - start,).
 
     Where they cannot go there as the file has them, one tensor is in memory besides.
@@ -389,7 +396,7 @@ def _read_state(
     dtype = dtype_of(there.dtype)
     can_stay = isinstance(before, Tensor) and before.shape == master.shape and (before.dtype == dtype or cast)
     state: Tensor = before if can_stay else slot.bucket.room(slot.index, key, dtype)
-    _read(there, here, held_range(slot), cut_of(slot, order, mesh), reader.fill_state, state)
+    read_part(there, here, held_range(slot), cut_of(slot, order, mesh), reader.fill_state, state)
     return state
 
 

@@ -35,6 +35,7 @@ __all__ = [
     "EXTRA",
     "FORMAT",
     "FileEntry",
+    "ISLANDS",
     "LATEST",
     "MANIFEST",
     "Manifest",
@@ -55,6 +56,8 @@ VERSION: Final = 2
 MANIFEST: Final = "manifest.json"
 EXTRA: Final = "extra.json"
 LATEST: Final = "LATEST"
+ISLANDS: Final = "islands"
+"""The folder of the other islands in a checkpoint of the first one."""
 BLOCK_BYTES: Final = 4 << 20
 """Bytes that one checksum covers."""
 

@@ -55,7 +55,7 @@ ITEM_BYTES: Final = MappingProxyType(
 )
 """Bytes of one element, by the safetensors name of its dtype."""
 
-KINDS: Final = ("model", "state", "rng")
+KINDS: Final = ("model", "state", "rng", "outer")
 MAX_DIMS: Final = 64
 Column = NDArray[np.int64]
 Type = tuple[str, str, tuple[int, ...], tuple[int, ...]]
@@ -75,7 +75,7 @@ class Spec:
     """One tensor: what it is, and how its elements are counted.
 
     Args:
-        kind: "model" (parameter or buffer), "state" or "rng".
+        kind: "model" (parameter or buffer), "state", "rng", or "outer" (what an island has besides; `islands.py`).
         name: the parameter's, or of a state what `join_state` returns, or "rng/<rank>/<generator>".
         dtype: its safetensors name.
         order: dimensions from the slowest to the fastest in memory; empty where that is row-major.

@@ -15,6 +15,8 @@ Note: from tensors to a checkpoint
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, final
 
@@ -32,12 +34,14 @@ from zeroshard.checkpoint.commit import (
     write_manifest,
     write_tensors,
 )
-from zeroshard.checkpoint.contents import ADVICE, COMMITTED, LOOK, Plan, agree_on, make_plan
+from zeroshard.checkpoint.contents import ADVICE, COMMITTED, LOOK, How, Plan, agree_on, make_plan
+from zeroshard.checkpoint.islands import adopt, island_items, save_parts
 from zeroshard.checkpoint.manifest import FileEntry
 from zeroshard.checkpoint.places import join_plan
 from zeroshard.checkpoint.together import begin, meet, together
 from zeroshard.checkpoint.values import PIECE_NUMEL, bytes_of
 from zeroshard.core.engine import Engine
+from zeroshard.outer.islands import Islands
 from zeroshard.table.errors import CheckpointError
 from zeroshard.update.optimizer import ShardedOptimizer
 from zeroshard.whole.owned import owned_states
@@ -53,10 +57,17 @@ class Saver:
 
     Args:
         optimizers: the optimizers of the model, including those attached later.
+        islands: those that the model is trained on, if any.
     """
 
-    def __init__(self, engine: Engine, model: nn.Module, optimizers: Sequence[ShardedOptimizer]) -> None:
-        self._engine, self._model, self._optimizers = engine, model, optimizers
+    def __init__(
+        self,
+        engine: Engine,
+        model: nn.Module,
+        optimizers: Sequence[ShardedOptimizer],
+        islands: Islands | None = None,
+    ) -> None:
+        self._engine, self._model, self._optimizers, self._islands = engine, model, optimizers, islands
         self._snapshot = Snapshot()
         self._under_way: BackgroundSave | None = None
         self._watched: list[torch.optim.Optimizer] = []
@@ -65,19 +76,35 @@ class Saver:
         self,
         path: str | Path,
         extra: Mapping[str, Any] | None,
+        how: How,
         *,
-        step: int | None,
         asynchronous: bool,
-        keep: int | None,
     ) -> Path:
         """Write a checkpoint. See `Zero.save`."""
-        engine, target, what = self._engine, Path(path), "zero.save()"
+        if self._islands is None:
+            return self._save(Path(path), extra, how, asynchronous=asynchronous)
+        for name, is_given in (("asynchronous", asynchronous), ("model_only", how.model_only)):
+            if is_given:
+                raise ValueError(
+                    f"{self._engine.mesh} zero.save({name}=True) does not support islands, which commit one checkpoint "
+                    f"of anchors and parameters together. Leave {name}= out."
+                )
+
+        def save(target: Path) -> Path:
+            own = how if target == Path(path) else replace(how, keep=None)  # the first island's part removes old ones
+            return self._save(target, extra, own, asynchronous=False)
+
+        return save_parts(self._engine, self._islands, Path(path), save)
+
+    def _save(self, target: Path, extra: Mapping[str, Any] | None, how: How, *, asynchronous: bool) -> Path:
+        engine, what = self._engine, "zero.save()"
         begin(engine, what)
         self._settle(waits=True)
         with together(engine, f"{what}: looking at what is to be saved", ADVICE):
             owned = owned_states(engine, self._optimizers)
-            plan = make_plan(engine, self._model, self._optimizers, target, extra or {}, step, keep, owned)
-        agree_on(engine, plan, what, f"asynchronous={asynchronous}")
+            change = None if self._islands is None else partial(island_items, engine, self._islands)
+            plan = make_plan(engine, self._model, self._optimizers, target, extra or {}, how, owned, change)
+        agree_on(engine, plan, what, f"asynchronous={asynchronous}, model_only={how.model_only}")
         plan, is_first = join_plan(engine, plan, what), engine.mesh.across.rank == 0
         attempt = engine.comm.across.texts(new_attempt(), "the name of a save")[0]
         folder, what = temporary_folder(target, attempt), f"{what} to {target}"
@@ -118,6 +145,8 @@ class Saver:
         written = _exchange(engine, plan, entries)
         with together(engine, f"{what}: writing the manifest", ADVICE):
             if rank == 0:
+                if self._islands is not None:
+                    adopt(plan.path, folder)
                 write_manifest(plan, folder, written)
         with together(engine, f"{what}: committing", LOOK):
             if rank == 0:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zeroshard.checkpoint import files
-from zeroshard.checkpoint.manifest import MANIFEST, Manifest
+from zeroshard.checkpoint.manifest import ISLANDS, MANIFEST, Manifest
 from zeroshard.checkpoint.reader import CheckpointReader, read_manifest
 from zeroshard.table.errors import CheckpointError, printable
 
@@ -17,7 +17,7 @@ __all__ = ["Listed", "latest", "list_below", "list_checkpoints", "verify"]
 
 
 def verify(path: str | Path, on_bytes: Callable[[int, int], None] | None = None) -> Manifest:
-    """Read a checkpoint completely and verify its checksums.
+    """Read a checkpoint completely, with the parts of all islands, and verify its checksums.
 
     Args:
         path: the folder of the checkpoint.
@@ -38,6 +38,9 @@ def verify(path: str | Path, on_bytes: Callable[[int, int], None] | None = None)
             on_bytes(done, total)
 
     reader.verify(on_bytes=count)
+    if (others := reader.path / ISLANDS).is_dir():
+        for name in files.names_in(others):
+            CheckpointReader(others / name).verify()
     return reader.manifest
 
 

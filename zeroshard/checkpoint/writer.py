@@ -25,14 +25,17 @@ SYNC_BYTES: Final = 32 << 20
 class FileWriter:
     """A new file, as a context; on exit, its bytes are on the disk.
 
+    Args:
+        mode: permission bits; None for those that the umask leaves.
+
     Raises:
         OSError: with the file's name, from any operation.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, mode: int | None = None) -> None:
         self._path, self._crc32, self._done, self._started = path, [0], 0, 0
         self._piece = memoryview(bytearray(PIECE_BYTES))
-        self._descriptor = files.create(path)
+        self._descriptor = files.create(path, mode)
 
     def __enter__(self) -> Self:
         return self
@@ -83,8 +86,8 @@ class FileWriter:
         return OSError(error.errno, error.strerror, str(self._path))
 
 
-def write_file(path: Path, data: bytes) -> FileEntry:
-    """Write a whole file and return its entry in the manifest."""
-    with FileWriter(path) as writer:
+def write_file(path: Path, data: bytes, mode: int | None = None) -> FileEntry:
+    """Write a whole file and return its entry in the manifest; `mode` as in `FileWriter`."""
+    with FileWriter(path, mode) as writer:
         writer.write(memoryview(data))
     return writer.entry()

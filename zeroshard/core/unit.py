@@ -154,6 +154,9 @@ class Unit:
     def __str__(self) -> str:
         return f"unit '{self.name}'" if self.name else "the root unit"
 
+    def __repr__(self) -> str:
+        return f"Unit({self.name or '(root)'!r}, {self.numel:,} parameters, {len(self.buckets)} buckets)"
+
     @property
     def numel(self) -> int:
         """Number of elements of all parameters."""

@@ -138,8 +138,9 @@ def offload_of(asked: OffloadLike) -> Offload | None:
 
     ```python
     import zeroshard as zs
+    from zeroshard.describe.offload import offload_of
 
-    assert zs.offload_of("states=0.6,to=/scratch") == zs.Offload(states=0.6, to="/scratch")
+    assert offload_of("states=0.6,to=/scratch") == zs.Offload(states=0.6, to="/scratch")
     ```
     """
     if asked is None or isinstance(asked, Offload):

@@ -44,9 +44,10 @@ def activations_of(asked: ActivationsLike) -> Activations:
 
     ```python
     import zeroshard as zs
+    from zeroshard.describe.treatments import activations_of
 
-    assert zs.activations_of("recompute").chain == (zs.Recomputed(),)
-    assert zs.activations_of({"blocks.*": "recompute"}).of_unit("head") == ()
+    assert activations_of("recompute").chain == (zs.Recomputed(),)
+    assert activations_of({"blocks.*": "recompute"}).of_unit("head") == ()
     ```
     """
     if isinstance(asked, Activations):

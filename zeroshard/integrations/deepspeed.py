@@ -16,6 +16,7 @@ import torch
 import zeroshard as zs
 from zeroshard.integrations.deepspeed_keys import KEYS, Way
 from zeroshard.integrations.deepspeed_optimizers import optimizer_of, scheduler_of
+from zeroshard.table.stages import row_of_stage
 
 __all__ = ["DeepSpeed", "Note", "from_deepspeed", "notes_of", "read"]
 
@@ -208,7 +209,7 @@ class _Values:
 def _options(get: _Values, world_size: int | None) -> dict[str, Any]:
     stage = get.get("zero_optimization.stage", int, 0)
     try:
-        zs.row_of_stage(stage)
+        row_of_stage(stage)
     except ValueError as error:
         raise ValueError(f"zero_optimization.stage: {error}") from None
     options: dict[str, Any] = {"stage": stage}
@@ -261,7 +262,7 @@ def _offload(get: _Values) -> zs.Offload | None:
         if device == "nvme" and folder is None:
             raise ValueError(f"{zero}{part}.device is 'nvme', but there is no nvme_path.")
         places.append(None if device == "none" else "host" if device == "cpu" else folder)
-    row = zs.row_of_stage(get.get(f"{zero}stage", int, 0))
+    row = row_of_stage(get.get(f"{zero}stage", int, 0))
     states, parameters = places[0], places[1] if row.cuts_parameters else None  # whole ones stay, as in DeepSpeed
     if states is None and parameters is None:
         return None

@@ -42,9 +42,11 @@ def ends_by_signal() -> Iterator[None]:
     save; it restores the handlers on exit. Outside the main thread, it has no effect.
 
     ```python
-    import signal, zeroshard as zs
+    import signal
 
-    with zs.ends_by_signal():
+    from zeroshard.join.arrival import ends_by_signal
+
+    with ends_by_signal():
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     ```
     """

@@ -23,9 +23,19 @@ from zeroshard.join.places import await_places
 from zeroshard.join.restarts import part_of_this_start
 from zeroshard.table.errors import RankMismatchError
 from zeroshard.torch_groups import default_store
+from zeroshard.watch.cause_file import CauseFile
 from zeroshard.watch.process import is_child_of
 from zeroshard.wire.comm import gather_across_ranks
-from zeroshard.wire.mesh import Launched, Mesh, backend_of, current_mesh, find_launch, read_int, read_local_rank
+from zeroshard.wire.mesh import (
+    Launched,
+    Mesh,
+    backend_of,
+    current_mesh,
+    find_launch,
+    read_error_file,
+    read_int,
+    read_local_rank,
+)
 
 __all__ = ["accepted_by_all", "check_seconds", "everybody_at", "init", "texts_across_ranks", "told_to_others"]
 
@@ -76,6 +86,7 @@ def init(
     ```
     """
     check_seconds(watchdog_s=watchdog_s, heartbeat_s=heartbeat_s)
+    CauseFile.install(*read_error_file())
     with ends_by_signal():
         if not dist.is_initialized():
             _refuse_other_launcher()
@@ -144,8 +155,9 @@ def texts_across_ranks(mesh: Mesh | DeviceMesh, text: str) -> list[str]:
 
     ```python
     import zeroshard as zs
+    from zeroshard.join.start import texts_across_ranks
 
-    assert zs.texts_across_ranks(zs.init(), "rank 0") == ["rank 0"]
+    assert texts_across_ranks(zs.init(), "rank 0") == ["rank 0"]
     ```
     """
     data = text.encode()
@@ -209,7 +221,7 @@ def accepted_by_all(mesh: Mesh, what: str) -> Iterator[None]:
     if failure is not None:
         raise failure
     if refused := len(texts) - texts.count(""):
-        raise RankMismatchError(
+        raise RankMismatchError.of_another(
             f"{mesh} {what} was rejected on {refused} of {mesh.world_size} ranks, and therefore on all:\n"
             f"{mesh.lines(texts)}\nGive every rank the same model, optimizer and arguments."
         )

@@ -6,6 +6,8 @@ step `passes.py`.
 """
 
 import sys
+from collections.abc import Callable
+from inspect import Parameter, Signature, getdoc, signature
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -15,13 +17,32 @@ if TYPE_CHECKING:
 __all__: list[str] = []
 
 
+_ABOUT = __doc__
+
+
 class _Callable(ModuleType):
     """The package, which is also callable: `zs.plan` is both the package and its main function."""
 
-    def __call__(self, model: Any, **asked: Any) -> "Plan":
-        from zeroshard.plan.planning import make_plan  # its modules import this one
+    def __call__(self, *model: Any, **asked: Any) -> "Plan":
+        return _function()(*model, **asked)
 
-        return make_plan(model, **asked)
+    @property
+    def __signature__(self) -> Signature:
+        return signature(_function())
+
+    @property
+    def __doc__(self) -> str:  # type: ignore[override]
+        # What `help(zs.plan)` and an editor show, for which the package is the function.
+        bare = (one.replace(annotation=Parameter.empty) for one in self.__signature__.parameters.values())
+        return f"plan{Signature([*bare])}\n\n{getdoc(_function())}\n\nThe package: {_ABOUT}"
+
+
+def _function() -> Callable[..., "Plan"]:
+    from zeroshard.plan.planning import make_plan  # its modules import this one
+
+    # What Python says of a wrong argument names the function that was called.
+    make_plan.__qualname__ = make_plan.__name__ = "plan"
+    return make_plan
 
 
 sys.modules[__name__].__class__ = _Callable

@@ -161,8 +161,20 @@ class Plan:
 
     @property
     def total_bytes(self) -> int:
-        """Peak of device memory."""
+        """The total of a plan: peak of device memory of the fullest rank, reserved or outside torch's allocator."""
         return self.reserved_bytes + self.outside_bytes
+
+    @property
+    def total_parts(self) -> Mapping[str, int]:
+        """Parts of `total_bytes`, which are its sum: columns between steps, and what the peak adds."""
+        fullest = max(self.ranks, key=lambda one: one.reserved_bytes)
+        peak_bytes = min(fullest.peak_bytes, fullest.reserved_bytes)
+        held = {name: nbytes for name, nbytes in fullest.resident_bytes.items() if nbytes >= LEAST_BYTES}
+        return held | {
+            "other, at the peak": peak_bytes - sum(held.values()),
+            "reserved, unallocated": fullest.reserved_bytes - peak_bytes,
+            "context, communicators": self.outside_bytes,
+        }
 
     @property
     def verdict(self) -> Verdict:
@@ -212,6 +224,7 @@ class Plan:
                 "reserved_bytes": self.reserved_bytes,
                 "outside_bytes": self.outside_bytes,
                 "total_bytes": self.total_bytes,
+                "total_parts": dict(self.total_parts),
                 "device_bytes": self.asked.device.memory_bytes,
                 "host_bytes": self.host_bytes,
                 "file_bytes": self.file_bytes,
@@ -322,7 +335,7 @@ def verdict_of(reserved_bytes: int, outside_bytes: int, options: Options, host_b
 
 
 LEAST_BYTES: Final = 5 << 20
-"""Smaller entries have no separate line."""
+"""Smaller columns are no part of their own."""
 SHOWN_LIVE: Final = 6
 SAYS: Final = MappingProxyType(
     {
@@ -398,12 +411,7 @@ def _render(plan: Plan) -> str:
         "",
         f"memory per rank, GiB{_fullest(plan)}: {SAYS[plan.verdict]}",
     ]
-    resident = plan.resident_bytes
-    rows = [(name, nbytes) for name, nbytes in resident.items() if nbytes >= LEAST_BYTES]
-    rows.append(("other, at the peak", plan.film.peak[0] - sum(resident.values())))
-    rows.append(("reserved, unallocated", max(0, plan.reserved_bytes - plan.film.peak[0])))
-    rows.append(("context, communicators", plan.outside_bytes))
-    lines += [bar(name, nbytes, device.memory_bytes) for name, nbytes in rows]
+    lines += [bar(name, nbytes, device.memory_bytes) for name, nbytes in plan.total_parts.items()]
     lines.append(bar("total", plan.total_bytes, device.memory_bytes) + f" of {device.memory_bytes / GIB:.1f}")
     lines += ["", f"at the peak ({plan.film.peak_phase}):"]
     lines += [

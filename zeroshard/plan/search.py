@@ -190,6 +190,7 @@ def _plain(one: Candidate) -> dict[str, Any]:
         "options": dict(one.options.words()),
         "peak_bytes": one.peak_bytes,
         "reserved_bytes": one.reserved_bytes,
+        "total_bytes": one.total_bytes,
         "step_s": one.step_s,
         "tokens_per_s": one.tokens_per_s,
         "verdict": one.verdict,
@@ -254,12 +255,12 @@ SHOWN: Final = 12
 def _render(found: Search) -> str:
     """Return the frontier and the best plan of a search."""
     named = ("ranks", "row", "copies", "tensor", "pipe", "micro-batch", "activations")
-    heads = (*named, "GiB reserved", "tokens/s a rank", "")
+    heads = (*named, "GiB in total", "tokens/s a rank", "")
     shown = thinned(found.frontier, SHOWN)
     rows = [
         (
             *(str(one.options.words()[name]) for name in named),
-            f"{(one.reserved_bytes or one.peak_bytes) / 2**30:.1f}",
+            f"{one.total_bytes / 2**30:.1f}",
             f"{one.tokens_per_s / one.options.world_size:,.0f}",
             one.verdict,
         )

@@ -46,6 +46,11 @@ class Candidate:
     movable_bytes: int = 0
 
     @property
+    def total_bytes(self) -> int:
+        """As `Plan.total_bytes`; with allocated for reserved bytes if the configuration was not planned in full."""
+        return (self.reserved_bytes or self.peak_bytes) + outside_bytes_of(self.options)
+
+    @property
     def tokens_per_s(self) -> float:
         """Tokens per second over all ranks."""
         return self.options.tokens_per_step / self.step_s

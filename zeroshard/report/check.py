@@ -26,11 +26,12 @@ def check_page(data: Mapping[str, Any]) -> None:
             memory is released that was not allocated.
 
     >>> from zeroshard.report.check import check_page
-    >>> check_page({"version": 1, "kind": "run", "title": "a run"})
+    >>> check_page({"version": 2, "title": "a run"})
     """
     _check(data, PageData, "data")
     if data["version"] != VERSION:
         raise ValueError(f"data.version must be {VERSION}, got {data['version']}: create the data again")
+    _check_sources(data)
     columns, names = data.get("columns", []), data.get("names", [])
     for place, rank in enumerate(data.get("ranks") or ()):
         if unknown := sorted(rank["resident_bytes"].keys() - set(columns)):
@@ -39,14 +40,32 @@ def check_page(data: Mapping[str, Any]) -> None:
         _check_film(film, len(columns), len(names))
     for place, lane in enumerate(data.get("lanes") or ()):
         _check_lengths(lane["spans"], f"data.lanes[{place}].spans")
-    for place, run in enumerate(data.get("losses") or ()):
-        _check_lengths({key: run[key] for key in ("step", "loss")}, f"data.losses[{place}]")
+    for place, run in enumerate(data.get("curves") or ()):
+        _check_lengths({key: run[key] for key in run if key not in ("run", "heldout")}, f"data.curves[{place}]")
+        _check_lengths(run.get("heldout", {}), f"data.curves[{place}].heldout")
     if (player := data.get("player")) and not player["units"]:
         raise ValueError("data.player.units is empty: give the number of elements of each unit, the root first")
     if player and (align := player.get("align_numel", 1)) not in _ALIGNMENTS:
         raise ValueError(f"data.player.align_numel must be a power of two up to 64, got {align}")
     if walk := data.get("walk"):
         _check_walk(walk)
+
+
+def _check_sources(data: Mapping[str, Any]) -> None:
+    sources = data.get("sources", [])
+    for place, source in enumerate(sources):
+        memory = source.get("memory")
+        if memory and (found := sum(memory["parts"].values())) != memory["total_bytes"]:
+            raise ValueError(
+                f"data.sources[{place}].memory: the parts are {found:,} bytes, and the total is "
+                f"{memory['total_bytes']:,}; they must be equal"
+            )
+    for view, places in data.get("shows", {}).items():
+        if view not in PageData.__annotations__:
+            raise ValueError(f"data.shows has {view!r}, which is no entry of the data")
+        _check_indices(places, len(sources), f"data.shows.{view}")
+    of = [rank["source"] for rank in data.get("ranks") or () if "source" in rank]
+    _check_indices(of, len(sources), "data.ranks: source")
 
 
 def _check_film(film: Film, columns: int, names: int) -> None:

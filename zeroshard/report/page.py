@@ -51,9 +51,9 @@ def write_page(data: PageData | Mapping[str, Any], path: str | Path) -> Path:
     import pathlib, tempfile
     from zeroshard.report.page import write_page
 
-    losses = [{"run": "a", "step": [1, 2], "loss": [5.5, 5.1]}]
+    curves = [{"run": "a", "step": [1, 2], "loss": [5.5, 5.1]}]
     with tempfile.TemporaryDirectory() as folder:
-        page = {"version": 1, "kind": "run", "title": "a run", "losses": losses}
+        page = {"version": 2, "title": "a run", "curves": curves}
         assert write_page(page, pathlib.Path(folder, "a.html")).stat().st_size < 300_000
     ```
     """
@@ -66,7 +66,7 @@ def make_page(data: PageData | Mapping[str, Any]) -> str:
     """Return the text of a page, from the same data as `write_page`.
 
     >>> from zeroshard.report.page import make_page
-    >>> make_page({"version": 1, "kind": "run", "title": "a run", "walk": None}).startswith("<!doctype html>")
+    >>> make_page({"version": 2, "title": "a run", "walk": None}).startswith("<!doctype html>")
     True
     """
     check_page(data)

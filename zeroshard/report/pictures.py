@@ -7,7 +7,7 @@ torch or the source of the data (`zeroshard/report/schema.py`). Read `write_pict
 import functools
 import importlib
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
@@ -15,8 +15,8 @@ from typing import Any, Final
 import numpy as np
 
 from zeroshard.report.check import check_page
-from zeroshard.report.player import PLAYER_COLUMNS, rank_bytes, table_rows
-from zeroshard.report.schema import Defaults, PageData
+from zeroshard.report.player import PLAYER_COLUMNS, player_total, rank_bytes, table_rows
+from zeroshard.report.schema import Defaults, Hardware, PageData
 
 __all__ = ["save_figures", "write_pictures"]
 
@@ -35,6 +35,7 @@ _COLORS: Final = MappingProxyType(
     }
 )
 """The palette of Okabe and Ito, also used on the page."""
+_REST: Final = "#D5D9DF"
 _SERIES: Final = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C8C8C")
 _MARKERS: Final = "osv^DX"
 _VERDICTS: Final = MappingProxyType({"fits": ("#009E73", "o"), "tight": ("#E69F00", "^"), "no": ("#D55E00", "x")})
@@ -65,7 +66,7 @@ def write_pictures(
         "frontier": ("frontier", _draw_frontier),
         "scorecard": ("scorecard", _draw_scorecard),
         "comparison": ("comparison", _draw_comparison),
-        "losses": ("losses", _draw_losses),
+        "losses": ("curves", _draw_losses),
     }
     there = {name: functools.partial(draw, data=data) for name, (key, draw) in drawings.items() if data.get(key)}
     return save_figures(there, folder, formats)
@@ -114,28 +115,45 @@ def _draw_stages(axes: Any, data: PageData) -> None:
     first = player.get("defaults", Defaults(stage=0, ranks=8, batch=1, sequence=2048))
     setting = {"ranks": first["ranks"], "batch": first["batch"], "sequence": first["sequence"]}
     stages = range(len(table_rows()))
-    bars = [rank_bytes(player, stage=stage, **setting) for stage in stages]
-    _stack(axes, [f"stage {stage}" for stage in stages], bars, PLAYER_COLUMNS)
-    axes.axhline(player["usable_bytes"] / _GIB, color="black", linestyle="--", linewidth=1)
-    usable = player["usable_bytes"] / _GIB
-    axes.annotate("usable", (1, usable), xycoords=("axes fraction", "data"), va="bottom", ha="right", fontsize=9)
+    names = [f"stage {stage}" for stage in stages]
+    totals = [player_total(player, stage=stage, **setting) for stage in stages]
+    _stack(axes, names, [rank_bytes(player, stage=stage, **setting) for stage in stages], totals)
+    axes.axhline(player["capacity_bytes"] / _GIB, color="black", linewidth=1)
+    capacity = player["capacity_bytes"] / _GIB
+    axes.annotate("device", (1, capacity), xycoords=("axes fraction", "data"), va="bottom", ha="right", fontsize=9)
     axes.margins(y=0.08)
-    axes.set_ylabel("GiB a rank, at the peak")
-    model = data.get("model")
-    name = model["name"] if model else data["title"]
+    axes.set_ylabel("GiB of a rank, in total")
     where = f"{setting['ranks']} ranks, batch {setting['batch']} of {setting['sequence']:,} tokens a rank"
-    axes.set_title(f"{name}: {where}", fontsize=10)
+    axes.set_title(f"{_title_of(data, 'player')}: {where}", fontsize=10)
 
 
-def _stack(axes: Any, names: Sequence[str], bars: Sequence[Mapping[str, float]], columns: Iterable[str]) -> None:
+def _title_of(data: PageData, view: str) -> str:
+    """Return the name of the model or the plan that a view shows."""
+    sources = data.get("sources", [])
+    shown = [sources[place] for place in data.get("shows", {}).get(view, range(len(sources)))]
+    model = shown[0].get("model") if len(shown) == 1 else None
+    return model["name"] if model else shown[0]["name"] if len(shown) == 1 else data["title"]
+
+
+def _hardware_of(data: PageData, view: str) -> Hardware | None:
+    sources = data.get("sources", [])
+    shown = data.get("shows", {}).get(view, range(len(sources)))
+    return sources[shown[0]].get("hardware") if shown else None
+
+
+def _stack(axes: Any, names: Sequence[str], bars: Sequence[Mapping[str, float]], totals: Sequence[int]) -> None:
+    """Draw bars that reach up to the totals: columns, and the rest, or columns that are scaled to have none."""
     base = np.zeros(len(bars))
-    for column in columns:
-        heights = np.array([bar.get(column, 0) / _GIB for bar in bars])
+    scale = np.array([min(1.0, total / (sum(bar.values()) or 1)) for bar, total in zip(bars, totals, strict=True)])
+    for column in PLAYER_COLUMNS:
+        heights = np.array([bar.get(column, 0) / _GIB for bar in bars]) * scale
         if heights.any():
             axes.bar(names, heights, bottom=base, width=0.6, label=column, color=_COLORS.get(column))
         base += heights
-    for place, height in enumerate(base):
-        axes.annotate(f"{height:.1f}", (place, height), ha="center", va="bottom", fontsize=9)
+    rest = np.array(totals) / _GIB - base
+    axes.bar(names, rest, bottom=base, width=0.6, label="allocator, context", color=_REST)
+    for place, total in enumerate(totals):
+        axes.annotate(f"{total / _GIB:.1f}", (place, total / _GIB), ha="center", va="bottom", fontsize=9)
     axes.legend(frameon=False, fontsize=8)
 
 
@@ -170,7 +188,7 @@ def _draw_film(axes: Any, data: PageData) -> None:
         axes.axvline(phase["stop_s"] * 1e3, color="black", linewidth=0.6, alpha=0.5)
     axes.set_xlabel("time in the step, ms")
     axes.set_ylabel("GiB")
-    axes.set_title(data["title"], fontsize=10)
+    axes.set_title(_title_of(data, "film"), fontsize=10)
     axes.legend(frameon=False, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=len(columns))
 
 
@@ -191,7 +209,7 @@ def _draw_frontier(axes: Any, data: PageData) -> None:
     for verdict, (color, marker) in _VERDICTS.items():
         some = [one for one in found if one["verdict"] == verdict]
         axes.scatter(
-            [one["peak_bytes"] / _GIB for one in some],
+            [one["total_bytes"] / _GIB for one in some],
             [one["tokens_per_s"] for one in some],
             s=18,
             c=color,
@@ -200,7 +218,7 @@ def _draw_frontier(axes: Any, data: PageData) -> None:
         )
     best = [one for one in found if one["is_best"]]
     axes.scatter(
-        [one["peak_bytes"] / _GIB for one in best],
+        [one["total_bytes"] / _GIB for one in best],
         [one["tokens_per_s"] for one in best],
         s=160,
         c="#009E73",
@@ -208,14 +226,14 @@ def _draw_frontier(axes: Any, data: PageData) -> None:
         edgecolors="black",
         label="best that fits",
     )
-    if hardware := data.get("hardware"):
-        axes.axvline(hardware["usable_bytes"] / _GIB, color="black", linestyle="--", linewidth=1)
+    if hardware := _hardware_of(data, "frontier"):
+        axes.axvline(hardware["capacity_bytes"] / _GIB, color="black", linewidth=1)
     axes.set_xscale("log")
-    low, high = (bound(one["peak_bytes"] / _GIB for one in found) for bound in (min, max))
+    low, high = (bound(one["total_bytes"] / _GIB for one in found) for bound in (min, max))
     ticks = [tick for tick in (m * 10**p for p in range(-3, 5) for m in (1, 2, 5)) if low / 1.2 <= tick <= high * 1.2]
     axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
     axes.minorticks_off()
-    axes.set_xlabel("peak of the fullest rank, GiB")
+    axes.set_xlabel("total of the fullest rank, GiB")
     axes.set_ylabel("tokens/s, all ranks")
     axes.set_ylim(bottom=0)
     axes.legend(frameon=False, fontsize=8)
@@ -271,7 +289,7 @@ def _draw_comparison(axes: Any, data: PageData) -> None:
 
 def _draw_losses(axes: Any, data: PageData) -> None:
     """Draw the loss curves."""
-    for place, run in enumerate(data["losses"] or []):
+    for place, run in enumerate(data["curves"] or []):
         values = [np.nan if loss is None else loss for loss in run["loss"]]
         axes.plot(run["step"], values, label=run["run"], color=_SERIES[place % len(_SERIES)], linewidth=1)
     axes.set_xlabel("step")

@@ -6,6 +6,7 @@ Owns the mapping of their fields to `schema.py`. It must not know torch or the p
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
 from zeroshard.report.files import read_json, reading
@@ -16,10 +17,13 @@ from zeroshard.report.schema import (
     Configuration,
     Defaults,
     Hardware,
+    Memory,
     Model,
     PageData,
     Player,
     RankClass,
+    Result,
+    Source,
 )
 
 __all__ = ["page_of_plan", "page_of_search", "read_sources"]
@@ -27,14 +31,23 @@ __all__ = ["page_of_plan", "page_of_search", "read_sources"]
 _NAMES: Final = ("ranks", "row", "copies", "tensor", "pipe", "micro-batch", "activations")
 _STAGE: Final = "stage "
 _ALIGN: Final = 64
+_NAMED: Final = 3
+"""Sources that the title names."""
+_VIEWS: Final = MappingProxyType(
+    {
+        "film": ("film", "lanes", "names"),
+        **{view: (view,) for view in ("player", "frontier", "scorecard", "comparison", "curves")},
+    }
+)
+"""The entries that each view is made of, which come from one file; ranks come from all files."""
 
 
 def read_sources(paths: Sequence[str | Path]) -> PageData:
     """Read folders of runs, and files of plans, searches and scorecards, as one page's data.
 
     Args:
-        paths: `runs/NAME`, or files of `zeroshard plan --json`, `--search --json` or `zeroshard scorecard --json`. If
-            several files have the same view, the page shows the view of the first.
+        paths: `runs/NAME`, or files of `zeroshard plan --json`, `--search --json` or `zeroshard scorecard --json`. The
+            overview shows all of them. If several files have the same other view, the page shows that of the first.
 
     Raises:
         ValueError: a path is none of these.
@@ -47,9 +60,28 @@ def read_sources(paths: Sequence[str | Path]) -> PageData:
         found.append(read_runs(folders))
     if not found:
         raise ValueError("No path was given; give a folder of a run, or a file of `zeroshard plan --json`.")
-    data: PageData = found[0]
-    for more in found[1:]:
-        data = {**more, **data}
+    return _joined(found)
+
+
+def _joined(pages: Sequence[PageData]) -> PageData:
+    """Return one page of several, in which each view names the sources that it shows."""
+    data = PageData(version=VERSION, title="", sources=[], shows={}, ranks=[])
+    columns: dict[str, None] = {}
+    for page in pages:
+        first, own = len(data["sources"]), page.get("shows", {})
+        data["sources"] += page["sources"]
+        for view, entries in _VIEWS.items():
+            if page.get(view) and not data.get(view):
+                data.update({entry: page[entry] for entry in entries if entry in page})  # type: ignore[typeddict-item,literal-required]
+                data["shows"][view] = [first + place for place in own.get(view, range(len(page["sources"])))]
+        data["ranks"] += [{**one, "source": first + one.get("source", 0)} for one in page.get("ranks") or ()]  # type: ignore[operator]
+        # The indices of a film are into its own columns, which are the first ones.
+        more = dict.fromkeys(page.get("columns", ()))
+        columns = more | columns if data.get("film") is page.get("film") else columns | more
+    if columns:
+        data["columns"] = list(columns)
+    names = [source["name"] for source in data["sources"]]
+    data["title"] = ", ".join(names[:_NAMED]) + f" and {len(names) - _NAMED} more" * (len(names) > _NAMED)
     return data
 
 
@@ -64,15 +96,11 @@ def _read_file(path: Path) -> PageData:
 
 def page_of_plan(plan: Mapping[str, Any]) -> PageData:
     """Return the data of a page for the result of `Plan.to_json`."""
-    memory, film, time = plan["memory"], plan["film"], plan["time"]
-    details = {"tokens/s": round(time["tokens_per_s"]), "step, s": round(time["step_s"], 4), "verdict": plan["verdict"]}
-    return PageData(
+    memory, film, source = plan["memory"], plan["film"], _source_of(plan)
+    data = PageData(
         version=VERSION,
-        kind="plan",
-        title=f"{plan['model']['name']} on {plan['options']['ranks']} ranks of {plan['options']['device']}",
-        model=Model(name=plan["model"]["name"], parameters_numel=plan["model"]["parameters"]),
-        options={**plan["options"], **details},
-        hardware=_hardware(plan),
+        title=source["name"],
+        sources=[source],
         columns=film["columns"],
         ranks=[
             RankClass(
@@ -80,13 +108,38 @@ def page_of_plan(plan: Mapping[str, Any]) -> PageData:
                 count=one["count"],
                 resident_bytes=one["resident_bytes"],
                 peak_bytes=one["peak_bytes"],
+                total_bytes=one["reserved_bytes"] + memory["outside_bytes"],
+                source=0,
             )
             for one in memory["ranks"]
         ],
         names=film["names"],
         film={key: film[key] for key in ("initial", "events", "phases", "ticks")},  # type: ignore[typeddict-item]
         lanes=film["lanes"],
-        player=_player(plan),
+    )
+    if player := _player(plan):
+        data["player"] = player
+    return data
+
+
+def _source_of(plan: Mapping[str, Any]) -> Source:
+    """Return what the overview shows of a plan."""
+    options, memory, time = plan["options"], plan["memory"], plan["time"]
+    results = [
+        ("speed of all ranks", time["tokens_per_s"], "tokens/s"),
+        ("step", time["step_s"], "s"),
+        ("of the device's peak (MFU)", 100 * time["mfu"], "%"),
+        ("sent per rank and step", sum(plan["traffic"].values()), "B"),
+    ]
+    return Source(
+        kind="plan",
+        name=f"{plan['model']['name']} on {options['ranks']} ranks of {options['device']}, {options['row']}",
+        verdict=plan["verdict"],
+        model=Model(name=plan["model"]["name"], parameters_numel=plan["model"]["parameters"]),
+        hardware=_hardware(plan),
+        memory=Memory(total_bytes=memory["total_bytes"], parts=memory["total_parts"]),
+        results=[Result(what=what, value=value, unit=unit) for what, value, unit in results],
+        options=options,
     )
 
 
@@ -98,11 +151,13 @@ def _hardware(plan: Mapping[str, Any]) -> Hardware:
     )
 
 
-def _player(plan: Mapping[str, Any]) -> Player:
+def _player(plan: Mapping[str, Any]) -> Player | None:
+    """Return the stage player of a plan; None for rows that are no ZeRO stage, as with offload."""
+    row = str(plan["options"]["row"])
+    if not row.removeprefix(_STAGE).isdecimal():
+        return None
     sharding, options, hardware = plan["sharding"], plan["options"], _hardware(plan)
     sizes, kept = sharding["element_bytes"], sharding["activations"]
-    row = str(options["row"])
-    stage = int(row.removeprefix(_STAGE)) if row.startswith(_STAGE) else 0
     return Player(
         units=sharding["units"],
         parameter_bytes=sizes["parameters"],
@@ -118,34 +173,51 @@ def _player(plan: Mapping[str, Any]) -> Player:
         align_numel=max(1, _ALIGN // sizes["parameters"]),
         p95_ratio=1 + plan["memory"]["error"]["nine_tenths"],
         defaults=Defaults(
-            stage=stage,
+            stage=int(row.removeprefix(_STAGE)),
             ranks=options["ranks"] // options["tensor"] // options["copies"] // options["pipe"],
             batch=options["micro-batch"],
             sequence=options["sequence"],
         ),
+        total_bytes=plan["memory"]["total_bytes"],
     )
 
 
 def page_of_search(search: Mapping[str, Any]) -> PageData:
     """Return the data of a page for the result of `Search.to_json`: the frontier, and the plan of the best."""
     plans = [plan for plan in search["best"].values() if plan is not None]
-    best = {json.dumps(plan["options"], sort_keys=True) for plan in plans}
+    fastest = {json.dumps(plan["options"], sort_keys=True) for plan in plans}
     configurations = [
         Configuration(
             label=", ".join(f"{name} {one['options'][name]}" for name in _NAMES),
-            peak_bytes=one["peak_bytes"],
+            total_bytes=one["total_bytes"],
             tokens_per_s=one["tokens_per_s"],
-            is_best=json.dumps(one["options"], sort_keys=True) in best,
+            is_best=json.dumps(one["options"], sort_keys=True) in fastest,
             verdict=one["verdict"],
             options=one["options"],
         )
         for one in search["configurations"]
     ]
-    start = page_of_plan(plans[0]) if plans else PageData(version=VERSION, kind="plan", title=search["model"])
-    return {**start, "title": f"{search['model']}: {search['candidates']:,} configurations", "frontier": configurations}
+    source = Source(
+        kind="search",
+        name=f"{search['model']}: {search['candidates']:,} configurations",
+        results=[Result(what="configurations", value=search["candidates"], unit="")],
+    )
+    start = PageData(version=VERSION, title=source["name"], sources=[source])
+    if plans:
+        # The best plan is a source of its own: its verdict and total are those of one configuration.
+        start = page_of_plan(plans[0])
+        (best,) = start["sources"]
+        best["name"] = f"the fastest that fits: {best['name']}"
+        source |= {"hardware": best["hardware"], "model": best["model"]}
+        start["sources"] = [source, best]
+        start["shows"] = {"frontier": [0], "film": [1], "player": [1]}
+        start["ranks"] = [{**one, "source": 1} for one in start["ranks"] or ()]
+    return {**start, "title": source["name"], "frontier": configurations}
 
 
 def _page_of_scorecard(scorecard: Mapping[str, Any]) -> PageData:
     keys = ("source", "label", "metric", "unit", "predicted", "measured")
     scores = [{key: one[key] for key in keys} for one in scorecard["records"]]
-    return PageData(version=VERSION, kind="plan", title="Scorecard", scorecard=scores)  # type: ignore[typeddict-item]
+    results = [Result(what="predictions beside measurements", value=len(scores), unit="")]
+    source = Source(kind="scorecard", name="Scorecard", results=results)
+    return PageData(version=VERSION, title="Scorecard", sources=[source], scorecard=scores)  # type: ignore[typeddict-item]

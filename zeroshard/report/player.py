@@ -12,7 +12,7 @@ from zeroshard.table.cells import Cell
 from zeroshard.table.layout import ALIGN_BYTES, Layout, plan_layout
 from zeroshard.table.stages import STAGES, row_of_stage
 
-__all__ = ["MODEL_STATES", "PLAYER_COLUMNS", "rank_bytes", "table_rows"]
+__all__ = ["MODEL_STATES", "PLAYER_COLUMNS", "player_total", "rank_bytes", "table_rows"]
 
 MODEL_STATES: Final = ("parameters", "gradients", "states")
 PLAYER_COLUMNS: Final = (*MODEL_STATES, "padding", "activations", "transient")
@@ -31,7 +31,7 @@ def table_rows() -> list[dict[str, bool]]:
 def rank_bytes(
     player: Player, *, stage: int, ranks: int, batch: int, sequence: int, rank: int = 0
 ) -> Mapping[str, float]:
-    """Return the bytes of one rank at the peak of a step, by column.
+    """Return the most bytes of each column on one rank, by closed forms.
 
     Args:
         player: the model and its activations.
@@ -72,6 +72,41 @@ def rank_bytes(
         if _is_sharded(row.gradients):
             nbytes["transient"] += widths["gradients"] * max(root, *others, 0)
     return nbytes
+
+
+def player_total(player: Player, *, stage: int, ranks: int, batch: int, sequence: int) -> int:
+    """Return the total of a rank, in device memory: what `Plan.total_bytes` is for a plan.
+
+    The closed forms know neither the allocator nor which columns are largest at different times. Their sum is therefore
+    multiplied by what the plan needs, over their sum at the plan's own setting, where the total is equal to the plan's.
+    Context and communicators are added. Without a plan's total, the sum of the columns stands for what is reserved.
+
+    Args:
+        player, stage, ranks, batch, sequence: as in `rank_bytes`.
+
+    Raises:
+        ValueError: the stage does not exist.
+
+    >>> from zeroshard.report.player import player_total
+    >>> none = {"bytes_per_token_block": 0, "blocks": 0, "fixed_bytes_per_token": 0}
+    >>> sizes = {"units": [8, 64], "parameter_bytes": 2, "gradient_bytes": 4, "state_bytes": 12}
+    >>> player = {**sizes, "activation": none, "capacity_bytes": 9000, "usable_bytes": 8000}
+    >>> player_total(player, stage=0, ranks=4, batch=1, sequence=1)
+    2296
+    """
+    outside_bytes = player["capacity_bytes"] - player["usable_bytes"]
+
+    def closed_bytes(setting: Mapping[str, int]) -> float:
+        # The first rank and the last are enough: those between hold what the first one holds.
+        found = (rank_bytes(player, **setting, rank=rank) for rank in (0, setting["ranks"] - 1))
+        return max(sum(columns.values()) for columns in found)
+
+    scale = 1.0
+    if (total_bytes := player.get("total_bytes")) and (own := player.get("defaults")):
+        planned = {name: own[name] for name in ("stage", "ranks", "batch", "sequence")}
+        scale = (total_bytes - outside_bytes) / (closed_bytes(planned) or 1)
+    asked = {"stage": stage, "ranks": ranks, "batch": batch, "sequence": sequence}
+    return round(scale * closed_bytes(asked)) + outside_bytes
 
 
 def _layout(numel: int, ranks: int, align_numel: int) -> Layout:

@@ -11,21 +11,26 @@ __all__ = [
     "Activation",
     "Comparison",
     "Configuration",
+    "Curves",
     "Defaults",
     "Events",
     "Film",
     "Hardware",
+    "Heldout",
     "Lane",
-    "Losses",
+    "Memory",
     "Model",
     "PageData",
     "Phase",
     "Player",
     "RankClass",
+    "Result",
     "Score",
+    "Source",
     "Spans",
     "Ticks",
     "VERSION",
+    "Verdict",
     "Walk",
     "WalkEvent",
     "WalkState",
@@ -33,9 +38,10 @@ __all__ = [
     "WalkUnit",
 ]
 
-VERSION: Final = 1
+VERSION: Final = 2
 
 Option = str | int | float | bool
+Verdict = Literal["fits", "tight", "no"]
 
 
 class Model(TypedDict):
@@ -47,20 +53,65 @@ class Model(TypedDict):
 
 
 class Hardware(TypedDict):
-    """The memory of one device: as specified by the vendor, and usable by a program."""
+    """The memory of one device, and what of it torch's allocator can use: the rest is context and communicators."""
 
     name: str
     capacity_bytes: int
     usable_bytes: int
 
 
+class Memory(TypedDict):
+    """The total of a plan, as `Plan.total_bytes` defines it, and its parts by name, which are its sum."""
+
+    total_bytes: int
+    parts: dict[str, int]
+
+
+class Result(TypedDict):
+    """One number of a plan or a run; `unit` as in `Comparison`, None for a loss that is not finite."""
+
+    what: str
+    value: float | None
+    unit: str
+
+
+class Source(TypedDict):
+    """One plan, search, run or scorecard that a page shows.
+
+    Args:
+        state: of a run: whether it did all its steps, ended before, or has no summary.
+        verdict, memory: of a plan.
+        options: all settings, which the page compares between sources of a kind.
+        results: the most important one first.
+    """
+
+    kind: Literal["plan", "search", "run", "scorecard"]
+    name: str
+    state: NotRequired[Literal["complete", "interrupted", "unfinished"]]
+    verdict: NotRequired[Verdict]
+    model: NotRequired[Model | None]
+    hardware: NotRequired[Hardware | None]
+    memory: NotRequired[Memory | None]
+    results: NotRequired[list[Result]]
+    options: NotRequired[dict[str, Option]]
+
+
 class RankClass(TypedDict):
-    """Ranks that hold the same bytes: their number, bytes between steps by column, and the peak of a step."""
+    """Ranks that hold the same bytes.
+
+    Args:
+        resident_bytes: between steps, by column.
+        peak_bytes: peak of allocated bytes in a step.
+        total_bytes: device memory at the peak, as `Memory`.
+        source: index into `PageData.sources`.
+    """
 
     name: str
     count: int
     resident_bytes: dict[str, int]
     peak_bytes: int | None
+    total_bytes: NotRequired[int | None]
+    source: NotRequired[int]
 
 
 class Events(TypedDict):
@@ -143,7 +194,7 @@ class Player(TypedDict):
 
     `units` are the numbers of elements of each unit, the root first. Bytes are per element. Shards are rounded up to
     `align_numel`: a power of two up to 64, by default 1. `p95_ratio` is the 95th percentile of measured over predicted
-    peaks.
+    peaks. `total_bytes` is the total of a plan at `defaults`, to which the closed forms are scaled.
     """
 
     units: list[int]
@@ -156,16 +207,17 @@ class Player(TypedDict):
     align_numel: NotRequired[int]
     p95_ratio: NotRequired[float]
     defaults: NotRequired[Defaults]
+    total_bytes: NotRequired[int]
 
 
 class Configuration(TypedDict):
-    """One configuration of a search: tokens/s of all ranks, and the maximum peak of a rank."""
+    """One configuration of a search: tokens/s of all ranks, and the total of the fullest rank, as `Memory`."""
 
     label: str
-    peak_bytes: int
+    total_bytes: int
     tokens_per_s: float
     is_best: bool
-    verdict: Literal["fits", "tight", "no"]
+    verdict: Verdict
     options: dict[str, Option]
 
 
@@ -189,12 +241,27 @@ class Comparison(TypedDict):
     measured: float
 
 
-class Losses(TypedDict):
-    """The loss of a run, in nats per token, after each step; None if not finite."""
+class Heldout(TypedDict):
+    """The evaluations of a run: the loss on held-out text in nats per token, after each of some steps."""
+
+    step: list[int]
+    loss: list[float | None]
+
+
+class Curves(TypedDict):
+    """A run by step: columns of equal length, with None where a number is not finite.
+
+    `loss` is in nats per token. `memory_bytes` is of rank 0: the sum of the peaks of its columns, without activations.
+    """
 
     run: str
     step: list[int]
     loss: list[float | None]
+    learning_rate: NotRequired[list[float | None]]
+    grad_norm: NotRequired[list[float | None]]
+    tokens_per_s: NotRequired[list[float | None]]
+    memory_bytes: NotRequired[list[float | None]]
+    heldout: NotRequired[Heldout]
 
 
 class WalkUnit(TypedDict):
@@ -248,14 +315,16 @@ class Walk(TypedDict):
 
 
 class PageData(TypedDict):
-    """All data of a page. Views with missing data (or None) are not shown."""
+    """All data of a page. Views with missing data (or None) are not shown.
+
+    `shows` says which of `sources` a view shows, by the entry of the view: {"film": [0], "curves": [1, 2]}. A view that
+    it does not name shows all of them.
+    """
 
     version: int
-    kind: Literal["plan", "run"]
     title: str
-    model: NotRequired[Model | None]
-    options: NotRequired[dict[str, Option] | None]
-    hardware: NotRequired[Hardware | None]
+    sources: NotRequired[list[Source]]
+    shows: NotRequired[dict[str, list[int]]]
     columns: NotRequired[list[str]]
     ranks: NotRequired[list[RankClass] | None]
     names: NotRequired[list[str]]
@@ -265,5 +334,5 @@ class PageData(TypedDict):
     frontier: NotRequired[list[Configuration] | None]
     scorecard: NotRequired[list[Score] | None]
     comparison: NotRequired[list[Comparison] | None]
-    losses: NotRequired[list[Losses] | None]
+    curves: NotRequired[list[Curves] | None]
     walk: NotRequired[Walk | None]

@@ -71,6 +71,21 @@ class Request:
     settings: Settings = field(default_factory=Settings)
     room_bytes: int | None = None
     """Device bytes that stage and offload "auto" may use on each rank; None for no limit."""
+    replicas: int | None = None
+
+    def with_replicas(self) -> "Request":
+        """Return the arguments with the number of replicas as the mesh.
+
+        Raises:
+            ValueError: both were given.
+        """
+        if self.replicas is None:
+            return self
+        if self.mesh is not None:
+            raise ValueError(
+                f"Give replicas={self.replicas} or mesh=, not both: a DeviceMesh has an axis 'replicate' for copies."
+            )
+        return dataclasses.replace(self, mesh=self.replicas, replicas=None)
 
     @property
     def asked(self) -> Asked:

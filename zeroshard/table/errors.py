@@ -18,6 +18,16 @@ class RankMismatchError(RuntimeError):
     ```
     """
 
+    is_consequence = False
+    """Whether another rank failed first, and tells the cause."""
+
+    @classmethod
+    def of_another(cls, text: str) -> "RankMismatchError":
+        """Return the error of a rank that ends because another one failed."""
+        error = cls(text)
+        error.is_consequence = True
+        return error
+
 
 class CheckpointError(RuntimeError):
     """A checkpoint is incomplete, damaged or of another model; the text names the file.
@@ -41,9 +51,9 @@ def printable(text: str, keeps: str = "\n") -> str:
         keeps: characters that are not replaced.
 
     ```python
-    import zeroshard as zs
+    from zeroshard.table.errors import printable
 
-    assert zs.printable("name\x1b[2J") == r"name\x1b[2J"
+    assert printable("name\x1b[2J") == r"name\x1b[2J"
     ```
     """
     if text.isprintable():

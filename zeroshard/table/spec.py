@@ -7,7 +7,7 @@ and the planner reads the same records. Read `table/cells.py` and `table/layout.
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from types import MappingProxyType
 from typing import final, get_args
 
@@ -15,7 +15,18 @@ from zeroshard.table.cells import Residency, Until
 from zeroshard.table.layout import Layout
 from zeroshard.table.schedule import ROOT
 
-__all__ = ["BLOCK_NUMEL", "BucketSpec", "CODECS", "Formats", "Message", "Range", "UnitSpec", "itemsize", "message_of"]
+__all__ = [
+    "BLOCK_NUMEL",
+    "BucketSpec",
+    "CODECS",
+    "Formats",
+    "Message",
+    "Range",
+    "SCALED_NUMEL",
+    "UnitSpec",
+    "itemsize",
+    "message_of",
+]
 
 Range = tuple[int, int]
 """Elements of a bucket, as (start, stop)."""
@@ -24,8 +35,18 @@ Message = tuple[int, str]
 
 BLOCK_NUMEL = 1 << 16
 """Elements that are encoded and summed at a time."""
+SCALED_NUMEL = 256
+"""Elements that share a scale, in codecs of few bits."""
 
-CODECS: Mapping[str, Callable[[int], Message]] = MappingProxyType({})
+
+def _scaled(bits: int, numel: int) -> Message:
+    """Return the message of a codec of few bits: codes, and four bytes for each scale."""
+    return -(-numel * bits // 8) + 4 * -(-numel // SCALED_NUMEL), "uint8"
+
+
+CODECS: Mapping[str, Callable[[int], Message]] = MappingProxyType(
+    {f"scaled{bits}": partial(_scaled, bits) for bits in (8, 4)}
+)
 """The codecs besides dtypes, by name: each returns the message for a number of elements."""
 
 

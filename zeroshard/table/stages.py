@@ -46,8 +46,9 @@ def row_of_stage(stage: int) -> Residency:
 
     ```python
     import zeroshard as zs
+    from zeroshard.table.stages import row_of_stage
 
-    assert zs.row_of_stage(2) == zs.Residency(states=zs.Sharded(), gradients=zs.Sharded())
+    assert row_of_stage(2) == zs.Residency(states=zs.Sharded(), gradients=zs.Sharded())
     ```
     """
     if isinstance(stage, bool) or not isinstance(stage, int) or stage not in STAGES:

@@ -84,6 +84,12 @@ class Trace:
         self.is_detailed = False
         """Whether to keep events of what a rank does by itself, which predictions do not have; see `Event`."""
 
+    def __repr__(self) -> str:
+        steps = [events for events in self._steps if events]
+        shown = f"steps {steps[0][0].step} to {steps[-1][0].step}" if steps else "no step"
+        kinds = Counter(event.kind for events in steps for event in events)
+        return f"Trace({shown}: {', '.join(f'{n} {kind}' for kind, n in kinds.items()) or 'no events'})"
+
     @property
     def events(self) -> list[Event]:
         """Events of the last steps, oldest first."""
@@ -142,6 +148,14 @@ class Memory:
     """Peak bytes since `shard()`, separately for each column."""
     predicted_bytes: dict[str, int]
     """Predicted from layout, row and schedule: bytes between steps in training, and the peak for "transient"."""
+
+    def __repr__(self) -> str:
+        columns = (
+            f"{name} {nbytes / 1e6:,.1f} (at most {self.peak_bytes.get(name, 0) / 1e6:,.1f})"
+            for name, nbytes in self.resident_bytes.items()
+            if nbytes or self.peak_bytes.get(name)
+        )
+        return f"Memory(MB: {', '.join(columns)})"
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,8 @@ from zeroshard.train.config import Config
 from zeroshard.train.metrics import RankBytes, Start, Summary
 from zeroshard.train.planned import compare_plan
 from zeroshard.train.run import Run
+from zeroshard.train.speed import utilization
+from zeroshard.train.text import open_source
 
 __all__ = ["describe_data", "describe_start", "summarize", "tokens_per_step"]
 
@@ -32,6 +34,7 @@ def describe_start(run: Run) -> Start:
     return Start(
         model=f"{run.language.description}, {run.config.train.precision}",
         mesh=f"{mesh.world_size} {'rank' if mesh.world_size == 1 else 'ranks'} on {mesh.device.type}"
+        + f", {run.config.run.replicas} copies of the sharded state" * (run.config.run.replicas > 1)
         + f", {run.config.run.tensor} of them split a layer" * (run.config.run.tensor > 1)
         + f", {run.config.run.pipe} places of a pipeline ({run.config.run.schedule})" * (run.config.run.pipe > 1),
         data=_name_data(run),
@@ -41,6 +44,7 @@ def describe_start(run: Run) -> Start:
         steps=run.config.train.steps,
         done=run.tally.steps,
         folder=run.config.folder,
+        changes=run.changes,
     )
 
 
@@ -73,6 +77,7 @@ def summarize(run: Run, sample: str, profile: str, is_interrupted: bool) -> Summ
         bits_per_byte=last.bits_per_byte if last else None,
         tokens=tokens,
         tokens_per_s=tokens / tally.train_s,
+        mfu=utilization(tokens / tally.train_s, run.flops, run.peak_flops, run.mesh.world_size),
         train_s=tally.train_s,
         wall_s=tally.earlier_s + time.perf_counter() - run.start_s,
         ranks=_rank_bytes(run),
@@ -148,7 +153,9 @@ def _name_data(run: Run) -> str:
     """Return one line that names the text and its tokenizer."""
     corpus, tokenizer = run.corpus, run.tokenizer
     parts = f"{corpus.train_bytes:,} bytes to train on, {corpus.heldout_bytes:,} held out"
-    return f"{corpus.name}, {parts}; {tokenizer.name}, vocabulary {tokenizer.vocabulary:,}"
+    source = open_source(run.config.data.path, run.config.data.column) if run.mesh.rank == 0 else None
+    left = f" ({text})" if source is not None and (text := source.describe_left_out()) else ""
+    return f"{corpus.name}{left}, {parts}; {tokenizer.name}, vocabulary {tokenizer.vocabulary:,}"
 
 
 def describe_data(run: Run) -> dict[str, str | int]:

@@ -10,14 +10,16 @@ import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Any, Final, Literal, Self, final, get_args, get_origin
+from typing import Any, Final, Literal, Self, final, get_args, get_origin
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import ValidationError, model_validator
 
-import zeroshard as zs
 from zeroshard.train.inputs import read_input
+from zeroshard.train.models.lora import check_lora
 from zeroshard.train.models.shape import GPTConfig
-from zeroshard.train.ranks import check_pipe, check_ranks, check_split
+from zeroshard.train.ranks import check_pipe, check_ranks, check_replicas, check_split
+from zeroshard.train.settings import AUTO, GPT, HF, Checkpoint, Data, Model, Run, Section, Train, Zero
+from zeroshard.train.trackers import check_trackers
 
 __all__ = [
     "ALIASES",
@@ -31,15 +33,15 @@ __all__ = [
     "SettingsError",
     "Train",
     "Zero",
+    "changes",
     "choices_of",
     "default_of",
     "differences",
+    "full_name",
     "load_config",
     "to_toml",
 ]
 
-_GPT: Final = "gpt"
-_HF: Final = "hf:"
 _HF_BATCH: Final = 8
 _HF_LEARNING_RATE: Final = 3e-4
 LEARNING_RATE_FACTORS: Final = MappingProxyType(
@@ -51,11 +53,15 @@ _FREE: Final = frozenset(
     data.path data.column data.tokenizer data.cache train.steps train.accumulation train.eval_every train.eval_bytes
     """.split()
 )
+SCHEDULE: Final = frozenset(
+    """
+    train.steps train.learning_rate train.warmup_fraction train.final_fraction train.weight_decay train.clip
+    """.split()
+)
+"""Settings that a resume may change, from its first step on, which is then another training."""
 _FREE_SECTIONS: Final = frozenset(["checkpoint", "run", "zero"])
 _SEED: Final = "run.seed"
 _MAX_TOML_BYTES: Final = 1 << 16
-AUTO: Final = "auto"
-"""The value with which `planned.py` chooses a stage or an offload."""
 ALIASES: Final = MappingProxyType(
     {
         "batch_size": "train.batch",
@@ -79,29 +85,6 @@ class SettingsError(ValueError):
     """Settings that a run cannot start with, as its ranks find when they make its model and read its checkpoints."""
 
 
-def _known_stage(stage: int | str) -> int | str:
-    if stage != AUTO:
-        zs.row_of_stage(stage)  # type: ignore[arg-type]
-    return stage
-
-
-def _known_activations(names: str) -> str:
-    zs.activations_of(names)
-    return names
-
-
-def _known_offload(asked: str) -> str:
-    if asked != AUTO:
-        zs.offload_of(asked or None)
-    return asked
-
-
-def _known_source(source: str) -> str:
-    if source != _GPT and not (source.startswith(_HF) and source != _HF):
-        raise ValueError(f"must be {_GPT!r}, or {_HF}DIR with the folder of a transformers model")
-    return source
-
-
 def _holds_tokenizer(folder: str) -> bool:
     """Return whether a model's folder also contains a tokenizer."""
     return bool(folder) and any(found for pattern in _TOKENIZERS for found in Path(folder).glob(pattern))
@@ -114,142 +97,8 @@ def _count_devices() -> int:
     return torch.cuda.device_count()
 
 
-def _plain_name(name: str) -> str:
-    if name in ("", "..") or Path(name).name != name or not name.isprintable():
-        raise ValueError(
-            "must be one plain folder name of printable characters, because it becomes a folder in run.folder"
-        )
-    return name
-
-
-class _Section(BaseModel):
-    """A section: frozen, with strict types and no unknown keys."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
-
-
 @final
-class Model(_Section):
-    """The model: a GPT sized by `depth`, or a transformers model."""
-
-    source: Annotated[str, AfterValidator(_known_source)] = Field(
-        default=_GPT, description="gpt, or hf:DIR for a transformers causal model in a local folder"
-    )
-    depth: int = Field(
-        default=4, ge=1, description="number of blocks of gpt; sets width, heads, batch and learning rate"
-    )
-    context: int = Field(default=128, ge=2, description="context length in tokens")
-
-
-@final
-class Data(_Section):
-    """The text."""
-
-    path: str = Field(
-        default="", description="text, .jsonl, .parquet, or a folder of these; empty for CPython's documentation"
-    )
-    column: str = Field(default="text", min_length=1, description="column of the text in .jsonl and .parquet")
-    tokenizer: str = Field(
-        default="",
-        description="a file of `zeroshard tokenizer` or a Hugging Face folder; empty for the model's, or bytes",
-    )
-    cache: str = Field(default="", description="folder for tokens that later runs reuse; empty for run.folder/.cache")
-    heldout_fraction: float = Field(
-        default=0.1, gt=0, lt=1, description="fraction of the text, at its end, held out for evaluation"
-    )
-
-
-@final
-class Train(_Section):
-    """The loop. `batch` and `learning_rate` are derived from the model if they are 0."""
-
-    steps: int = Field(default=1500, ge=1, description="updates of the parameters")
-    batch: int = Field(
-        default=0, ge=0, description="windows per step over all ranks, at least one per rank; 0 for the model's default"
-    )
-    accumulation: int = Field(default=1, ge=1, description="micro-batches per step on each rank")
-    optimizer: Literal["adamw", "muon", "adafactor", "adamw8bit", "sgd", "lion"] = Field(
-        default="adamw", description="adamw, muon, adafactor, adamw8bit, sgd or lion"
-    )
-    learning_rate: float = Field(
-        default=0.0, ge=0, description="maximum learning rate; 0 for the default of model and optimizer"
-    )
-    warmup_fraction: float = Field(
-        default=0.05, ge=0, le=1, description="fraction of the steps in which the learning rate rises"
-    )
-    final_fraction: float = Field(
-        default=0.1, ge=0, le=1, description="fraction of the learning rate at the last step (cosine)"
-    )
-    weight_decay: float = Field(default=0.1, ge=0, description="weight decay of matrices, without embeddings")
-    beta1: float = Field(default=0.9, ge=0, lt=1, description="first beta of AdamW and Lion, and momentum of SGD")
-    beta2: float = Field(default=0.95, ge=0, lt=1, description="second beta of AdamW and Lion")
-    precision: Literal["fp32", "bf16", "fp16"] = Field(
-        default="fp32", description="precision of the model's computation"
-    )
-    compile_blocks: bool = Field(default=False, description="compile each block of the model with torch.compile")
-    clip: float = Field(default=1.0, ge=0, description="maximum 2-norm of the gradients; 0 for no clipping")
-    eval_every: int = Field(default=250, ge=0, description="steps between evaluations; 0 for only one at the end")
-    eval_bytes: int = Field(default=131_072, ge=0, description="maximum number of held-out bytes to score; 0 for all")
-
-
-@final
-class Zero(_Section):
-    """The arguments of `zeroshard.shard`."""
-
-    stage: Annotated[int | Literal["auto"], AfterValidator(_known_stage)] = Field(
-        default=3, description="ZeRO stage; auto for the lowest stage whose plan fits this machine"
-    )
-    residency: Literal["", "C1", "C2", "C3", "C4", "C5"] = Field(
-        default="", description="configuration of the ZeRO paper; replaces zero.stage and zero.activations"
-    )
-    offload: Annotated[str, AfterValidator(_known_offload)] = Field(
-        default="", description="offload: host, /folder, states=0.6,parameters=1,to=/folder, or auto"
-    )
-    activations: Annotated[str, AfterValidator(_known_activations)] = Field(
-        default="keep",
-        description="keep, recompute (activation checkpointing), compress, ..., joined by +: docs/activations.md",
-    )
-    no_sync: bool = Field(default=False, description="reduce gradients once per step, not once per micro-batch")
-    check_every: int = Field(default=100, ge=0, description="steps between comparisons of replicated state; 0 for none")
-    watchdog_s: float = Field(
-        default=600.0, gt=0, description="seconds that a rank waits for other ranks before it raises an error"
-    )
-
-
-@final
-class Checkpoint(_Section):
-    """When a run saves, besides at its end and on a signal: after steps or seconds, whichever comes first."""
-
-    every_steps: int = Field(default=0, ge=0, description="steps between checkpoints; 0 for no limit in steps")
-    every_s: float = Field(default=600.0, ge=0, description="seconds between checkpoints; 0 for no limit in time")
-    keep: int = Field(default=2, ge=2, description="number of newest checkpoints to keep")
-
-
-@final
-class Run(_Section):
-    """Files, output and processes of a run."""
-
-    name: Annotated[str, AfterValidator(_plain_name)] = Field(default="default", description="files go to runs/<name>/")
-    folder: str = Field(default="runs", description="parent folder of the run; an existing run resumes")
-    ranks: int = Field(
-        default=0, ge=0, description="processes; 0 for one per GPU, or 2 on a CPU; torchrun's number has priority"
-    )
-    tensor: int = Field(
-        default=1, ge=1, description="ranks that split each layer (tensor parallelism) and read the same batches"
-    )
-    pipe: int = Field(default=1, ge=1, description="places of a pipeline, over which the model is divided by layers")
-    schedule: Literal["1f1b", "gpipe", "interleaved", "naive"] = Field(default="1f1b", description="of run.pipe")
-    micro_batches: int = Field(default=0, ge=0, description="per step, with run.pipe; 0 for twice as many as places")
-    seed: int = Field(default=1, ge=0, description="seed of parameters, data order and sample")
-    profile_steps: int = Field(default=0, ge=0, description="steps to profile, after the first two; 0 for none")
-    log_every: int = Field(default=50, ge=1, description="steps between lines without a terminal")
-    prompt: str = Field(default="The ", min_length=1, description="prompt of the sample")
-    sample_bytes: int = Field(default=400, ge=0, description="bytes of the sample; 0 for none")
-    temperature: float = Field(default=0.7, ge=0, description="temperature of the sample; lower is likelier text")
-
-
-@final
-class Config(_Section):
+class Config(Section):
     """The configuration of a run. `resolved` fills in derived values."""
 
     model: Model = Model()
@@ -272,7 +121,7 @@ class Config(_Section):
     @property
     def hf_folder(self) -> str:
         """The folder of a transformers model; empty for a GPT."""
-        return "" if self.model.source == _GPT else self.model.source.removeprefix(_HF)
+        return "" if self.model.source == GPT else self.model.source.removeprefix(HF)
 
     @property
     def tokenizer(self) -> str:
@@ -316,6 +165,9 @@ class Config(_Section):
             treatments = "" if self.hf_folder else self.zero.residency or self.zero.activations
             check_split(tensor, self.train.optimizer, treatments, compiles=self.train.compile_blocks)
         check_pipe(resolved.train.batch, resolved.run, accumulation=accumulation)
+        check_replicas(resolved.run)
+        check_lora(self.model.lora, self.hf_folder, self.train.optimizer, resolved.run)
+        check_trackers(self.run.log_to)
         return self
 
 
@@ -367,16 +219,27 @@ def differences(before: Config, now: Config) -> list[str]:
     """Return the settings in which `now` is another training than `before`, each with both values.
 
     Where and how a run is made, saved, evaluated and shown may change from one start to the next, and so may the number
-    of steps. Files of the text and its tokens may move: what is in them is compared when a checkpoint is loaded.
+    of steps, the learning rate and its schedule (`SCHEDULE`). Files of the text and its tokens may move: what is in
+    them is compared when a checkpoint is loaded.
     """
     earlier, found = before.model_dump(), []
     for section, values in now.model_dump().items():
         for key, value in values.items():
             name = f"{section}.{key}"
-            is_free = name in _FREE or (section in _FREE_SECTIONS and name != _SEED)
+            is_free = name in _FREE | SCHEDULE or (section in _FREE_SECTIONS and name != _SEED)
             if not is_free and value != (old := earlier[section][key]):
                 found.append(f"{name} is {_toml_value(value)}, and was {_toml_value(old)}")
     return found
+
+
+def changes(before: Config, now: Config) -> list[str]:
+    """Return the settings of the schedule that a resume changes, each with both values."""
+    names = sorted(SCHEDULE)
+    values = [
+        [getattr(getattr(one, name.split(".")[0]), name.split(".")[1]) for name in names] for one in (now, before)
+    ]
+    found = zip(names, *values, strict=True)
+    return [f"{name} is {_toml_value(new)}, and was {_toml_value(old)}" for name, new, old in found if new != old]
 
 
 def _read_toml(path: Path) -> dict[str, Any]:
@@ -428,14 +291,16 @@ def _unknown(kind: str, name: str, names: list[str], *, is_exact: bool = False) 
 def _apply(settings: dict[str, Any], override: str) -> None:
     """Set one `section.key=value`, or `key=value`."""
     name, equals, text = override.partition("=")
+    if override.startswith(HF):
+        raise ValueError(f"a model is an option: write --model {override}")
     if not (equals and name.strip()):
         raise ValueError(f"an override reads key=value, for example train.steps=100 or steps=100; got {override!r}")
-    section, _, key = _full_name(name.strip()).partition(".")
+    section, _, key = full_name(name.strip()).partition(".")
     _check_known(section, [key])
     settings.setdefault(section, {})[key] = _typed(section, key, text.strip())
 
 
-def _full_name(name: str) -> str:
+def full_name(name: str) -> str:
     """Return `section.key` of a setting given by its key or by an alias."""
     names = [f"{section}.{key}" for section, keys in _known_names().items() for key in keys]
     section, dot, key = name.partition(".")

@@ -27,7 +27,7 @@ from torch import Tensor
 from zeroshard.train.text import Source, take
 from zeroshard.train.tokenizer import Tokenizer
 
-__all__ = ["Corpus", "find_split", "open_corpus", "prepare_corpus"]
+__all__ = ["Corpus", "find_split", "open_corpus", "prepare_corpus", "tokenize"]
 
 _FORMAT: Final = 1
 _FACTS: Final = frozenset(["sha256", "train_bytes", "heldout_bytes", "tokens_sha256"])
@@ -124,12 +124,12 @@ def _path(folder: Path, key: str) -> Path:
 def _make(source: Source, tokenizer: Tokenizer, heldout_fraction: float, sha256: str) -> Corpus:
     """Tokenize a text and split it."""
     cut, total = find_split(source, heldout_fraction)
-    train, _, train_bytes = _tokenize(take(source.documents(), 0, cut), tokenizer)
-    heldout, ends, heldout_bytes = _tokenize(take(source.documents(), cut, total), tokenizer)
+    train, _, train_bytes = tokenize(take(source.documents(), 0, cut), tokenizer)
+    heldout, ends, heldout_bytes = tokenize(take(source.documents(), cut, total), tokenizer)
     return Corpus(source.name, sha256, train, heldout, ends, train_bytes, heldout_bytes)
 
 
-def _tokenize(documents: Iterable[str], tokenizer: Tokenizer) -> tuple[Tensor, Tensor, int]:
+def tokenize(documents: Iterable[str], tokenizer: Tokenizer) -> tuple[Tensor, Tensor, int]:
     """Tokenize documents and concatenate their tokens.
 
     Returns:

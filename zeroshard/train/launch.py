@@ -30,13 +30,26 @@ from pathlib import Path
 from types import FrameType
 from typing import Final, Self, final
 
-__all__ = ["StopSignal", "follow_launcher", "is_first_rank", "joined_world_size", "launch_ranks", "name_launcher"]
+__all__ = [
+    "StopSignal",
+    "follow_launcher",
+    "is_first_rank",
+    "is_own_launch",
+    "joined_world_size",
+    "launch_ranks",
+    "name_launcher",
+    "seconds_running",
+]
 
 _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
 _LOOK_S: Final = 1.0
 _LOOPBACK: Final = "127.0.0.1"
 _LAUNCHER: Final = "ZEROSHARD_LAUNCHER"
 """Environment variable with the launcher's process id: the launcher may exit before its ranks read their parent."""
+_TRACEBACK: Final = "ZEROSHARD_TRACEBACK"
+_SETTINGS: Final = "SettingsError: "
+"""Beginning of an error of the user's settings, which only ranks can find."""
+_MISTAKE: Final = 2
 _STARTED: Final = 19
 """Place of the start time among the values of /proc/PID/stat after the name."""
 _RANK_MAIN: Final = """
@@ -70,6 +83,18 @@ def name_launcher() -> str:
     return f"process {process} on {socket.gethostname()}, started {started} ticks after the boot {boot}"
 
 
+def is_own_launch() -> bool:
+    """Return whether `launch_ranks` has started this process, which then says what a rank's error is."""
+    return _LAUNCHER in os.environ and "RANK" in os.environ
+
+
+def seconds_running() -> float:
+    """Return the seconds since the command began: this process, or the one whose `launch_ranks` started it."""
+    from zeroshard.train.speed import seconds_of
+
+    return seconds_of(int(os.environ[_LAUNCHER]) if is_own_launch() else None)
+
+
 def follow_launcher() -> None:
     """End this process when its launcher has ended, for any reason, even before this call."""
     launcher = int(os.environ.get(_LAUNCHER, os.getppid()))
@@ -82,7 +107,9 @@ def _end_without(launcher: int) -> None:
     os._exit(1)
 
 
-def launch_ranks(ranks: int, arguments: Sequence[str], *, patience_s: float) -> tuple[int, str]:
+def launch_ranks(
+    ranks: int, arguments: Sequence[str], *, patience_s: float, shows_all: bool = False
+) -> tuple[int, str]:
     """Run `zeroshard` with these arguments once for each rank, and wait for all ranks.
 
     Each rank uses one thread unless OMP_NUM_THREADS is set, because the ranks of a host share its cores.
@@ -91,10 +118,11 @@ def launch_ranks(ranks: int, arguments: Sequence[str], *, patience_s: float) -> 
         ranks: number of processes to start on this host.
         arguments: arguments of the command line.
         patience_s: seconds that ranks have after a signal to finish their step before they are killed.
+        shows_all: whether an error of a rank is told with all its frames.
 
     Returns:
         The exit status: 0, the status of the first rank that failed, or 128 plus the number of the signal that ended
-        the run; and, if a rank failed, a text with the rank and the end of its process.
+        the run; and, if a rank failed, a text with the rank, and its error or the end of its process.
     """
     from torch.distributed import TCPStore
     from torch.distributed.elastic.multiprocessing import SignalException
@@ -105,6 +133,8 @@ def launch_ranks(ranks: int, arguments: Sequence[str], *, patience_s: float) -> 
     # An environment variable: not every torch has this argument of LaunchConfig, and the default is 30 seconds.
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(math.ceil(patience_s)))
     os.environ[_LAUNCHER] = str(os.getpid())
+    if shows_all:
+        os.environ[_TRACEBACK] = "full"
     _quieten()
     listener = socket.socket()
     listener.bind((_LOOPBACK, 0))
@@ -130,12 +160,24 @@ def launch_ranks(ranks: int, arguments: Sequence[str], *, patience_s: float) -> 
             elastic_launch(config, sys.executable)("-c", _RANK_MAIN, *arguments)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
+        if isinstance(failure.message, dict):  # the file that the rank has written: `zeroshard/watch/cause_file.py`
+            return _told(failure.message["message"], failure.message["extraInfo"]["py_callstack"], rank, ranks)
         return _status(failure.exitcode), f"rank {rank} of {ranks} {_how(failure.exitcode)}; the others were ended"
     except SignalException as error:
         return 128 + error.sigval, ""
     except KeyboardInterrupt:
         return 128 + signal.SIGINT, ""
     return 0, ""
+
+
+def _told(error: str, text: str, rank: int, ranks: int) -> tuple[int, str]:
+    """Return the exit status and the text of the error of a rank: the cause first."""
+    if error.startswith(_SETTINGS):  # found by all ranks alike
+        return _MISTAKE, error.removeprefix(_SETTINGS)
+    lines = [line for line in text.splitlines() if _TRACEBACK not in line]
+    return 1, "\n".join(
+        [*lines, f"This was rank {rank} of {ranks}; the others were ended. --verbose shows all frames."]
+    )
 
 
 @contextmanager

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import zeroshard as zs
+from zeroshard.join.arrival import ends_by_signal
 from zeroshard.train.account import describe_start, summarize, tokens_per_step
 from zeroshard.train.config import Config, SettingsError, to_toml
 from zeroshard.train.data import IGNORED, count_scored, heldout_batches, training_batch
@@ -31,6 +32,8 @@ from zeroshard.train.models.language import generate
 from zeroshard.train.models.piped import summed_loss
 from zeroshard.train.resume import Saver, check_settings, keep_export_files, resume
 from zeroshard.train.run import Run, check_equal, check_files
+from zeroshard.train.speed import utilization
+from zeroshard.train.trackers import make_trackers
 
 __all__ = ["train"]
 
@@ -40,13 +43,20 @@ _UNPROFILED_STEPS: Final = 2
 _PROFILE: Final = "profile.json"
 
 
-def train(config: Config, reporter: Reporter, is_stop_wanted: Callable[[], bool] = lambda: False) -> Summary:
+def train(
+    config: Config,
+    reporter: Reporter,
+    is_stop_wanted: Callable[[], bool] = lambda: False,
+    *,
+    start_s: float | None = None,
+) -> Summary:
     """Train a model as configured, from the newest checkpoint of the run, and write the run's files.
 
     Args:
         config: resolved; equal on all ranks.
         reporter: receives the events of the run, on rank 0.
         is_stop_wanted: called after each step; True on one rank ends the run on all ranks.
+        start_s: when the command began, by `time.perf_counter`; now by default.
 
     Returns:
         The summary, on every rank.
@@ -61,20 +71,22 @@ def train(config: Config, reporter: Reporter, is_stop_wanted: Callable[[], bool]
     Collective: joins the process group of torchrun's environment and destroys it at the end, unless a process group
     exists; every rank must call.
     """
-    start_s, is_joined = time.perf_counter(), torch.distributed.is_initialized()
+    start_s = time.perf_counter() if start_s is None else start_s
+    is_joined = torch.distributed.is_initialized()
     mesh = zs.init(config.run.seed, watchdog_s=config.zero.watchdog_s)
     try:
         with contextlib.ExitStack() as stack:
             # There is nothing to save yet, and a rank may wait long for ranks that prepare data.
-            with zs.ends_by_signal():
+            with ends_by_signal():
                 check_equal(config, mesh)
                 run = _begin(config, mesh, start_s, stack)
             reporters: list[Reporter] = []
             files = None
             if mesh.rank == 0:
                 files = stack.enter_context(RunFiles(config.folder, to_toml(config), run.tally.steps))
-                keep_export_files(config)
-                reporters = [files, reporter]
+                keep_export_files(run)
+                trackers = make_trackers(config.run.log_to, config.folder, config.run.name, config.model_dump())
+                reporters = [files, *trackers, reporter]
             stack.enter_context(run.language.around_steps())
             return _train(run, Reporters(reporters), files, is_stop_wanted)
     finally:
@@ -155,7 +167,7 @@ def _step(
     Collective: the engine's, one or two agreements, and a mean of two numbers; every rank must call.
     """
     before, start_s = Counter(run.zero.traffic().sent_bytes), time.perf_counter()
-    learning_rate = float(run.scheduler.get_last_lr()[0])
+    learning_rate = float(run.optimizer.param_groups[0]["lr"])
     loss = _backward(run)
     norm = _clip(run)
     run.optimizer.step()
@@ -169,15 +181,19 @@ def _step(
     is_interrupted = is_due and not run.zero.agree(not is_told, "continue?")
     mean_loss, step_s = zs.mean_across_ranks(torch.stack([loss, torch.tensor(own_s).to(loss)])).tolist()
     _count(run, before, mean_loss, step_s, memory)
+    rate = tokens_per_step(run.config) / step_s
     record = StepRecord(
         step=step,
         loss=mean_loss,
         learning_rate=learning_rate,
         grad_norm=float(norm),
         step_s=step_s,
-        tokens_per_s=tokens_per_step(run.config) / step_s,
+        tokens_per_s=rate,
         resident_bytes=memory.resident_bytes,
         peak_bytes=memory.peak_bytes,
+        time=time.time(),
+        tokens=step * tokens_per_step(run.config),
+        mfu=utilization(rate, run.flops, run.peak_flops, run.mesh.world_size),
     )
     return record, is_interrupted, is_due
 
@@ -261,7 +277,7 @@ def _evaluate_if_due(run: Run, tell: Reporters) -> None:
 def _evaluate(run: Run) -> EvalRecord:
     """Score the held-out text.
 
-    Collective: those of the forward passes, and a mean of two numbers; every rank must call.
+    Collective: those of the forward passes, and a mean of three numbers; every rank must call.
     """
     start_s = time.perf_counter()
     scored, scored_bytes = count_scored(run.corpus.heldout_ends, run.config.train.eval_bytes)
@@ -278,8 +294,9 @@ def _evaluate(run: Run) -> EvalRecord:
     for inputs, targets in batches:
         nats += _score(run, inputs.to(run.mesh.device), targets.to(run.mesh.device))
     run.model.train()
-    mine = torch.stack([nats, torch.tensor(time.perf_counter() - start_s).to(nats)])
-    mean, eval_s = zs.mean_across_ranks(mine).tolist()
+    # One moment for all ranks, which save the record.
+    own = torch.tensor([time.perf_counter() - start_s, time.time()], dtype=torch.float64, device=run.mesh.device)
+    mean, eval_s, moment = zs.mean_across_ranks(torch.cat([nats[None], own])).tolist()
     total = mean * run.readers
     return EvalRecord(
         step=run.tally.steps,
@@ -287,6 +304,8 @@ def _evaluate(run: Run) -> EvalRecord:
         bits_per_byte=total / scored_bytes / math.log(2),
         scored_bytes=scored_bytes,
         eval_s=eval_s,
+        time=moment,
+        tokens=run.tally.steps * tokens_per_step(run.config),
     )
 
 

@@ -36,6 +36,7 @@ class Start:
         steps: total number of steps of the run.
         done: number of these steps that earlier starts have done.
         folder: folder of the run's files.
+        changes: settings that this start changes from here on, each with both values.
     """
 
     model: str
@@ -47,12 +48,17 @@ class Start:
     steps: int
     done: int
     folder: Path
+    changes: tuple[str, ...] = ()
 
 
 @final
 @dataclass(frozen=True)
 class StepRecord:
-    """One step: `loss` (nats per token) and seconds are means over all ranks; bytes are of rank 0, by column."""
+    """One step: `loss` (nats per token) and seconds are means over all ranks; bytes are of rank 0, by column.
+
+    `time` is the moment in seconds since 1970 (UTC), `tokens` counts all tokens of the run up to the step, and `mfu` is
+    the part of the devices' peak that the model's own products take; None where the peak is not known.
+    """
 
     step: int
     loss: float
@@ -62,6 +68,9 @@ class StepRecord:
     tokens_per_s: float
     resident_bytes: Bytes
     peak_bytes: Bytes
+    time: float = 0.0
+    tokens: int = 0
+    mfu: float | None = None
 
 
 @final
@@ -69,7 +78,7 @@ class StepRecord:
 class EvalRecord:
     """One evaluation on held-out text after `step` steps: `loss` in nats per token, and bits per byte of the text.
 
-    `loss` is in nats per token. Seconds are the mean over all ranks.
+    Seconds are the mean over all ranks; `time` and `tokens` as in `StepRecord`.
     """
 
     step: int
@@ -77,6 +86,8 @@ class EvalRecord:
     bits_per_byte: float
     scored_bytes: int
     eval_s: float
+    time: float = 0.0
+    tokens: int = 0
 
 
 @final
@@ -122,7 +133,8 @@ class Summary:
         final_heldout_loss: loss of the last evaluation, in nats per token.
         bits_per_byte: bits per byte of text in the last evaluation; unlike losses, comparable between tokenizers.
         tokens_per_s: tokens per second of the training steps, over all ranks.
-        train_s: seconds of training steps; `wall_s` also includes start, evaluations and sample.
+        mfu: mean part of the devices' peak; None where it is not known.
+        train_s: seconds of training steps; `wall_s` counts from the start of the command.
         ranks: bytes by rank.
         profile: the table of the profiled steps of rank 0; empty without profiled steps.
         plan: the prediction of `zs.plan` for rank 0 and the measurements; empty on the other ranks.
@@ -156,6 +168,7 @@ class Summary:
     schedule: str = ""
     micro_batches: int = 0
     idle: list[float] = field(default_factory=list)
+    mfu: float | None = None
 
 
 class Reporter(Protocol):

@@ -13,6 +13,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 import zeroshard as zs
+from zeroshard.plan.machine.profiles import device_for, host_device
+from zeroshard.table.stages import row_of_stage
 from zeroshard.train.config import AUTO, Config
 from zeroshard.train.models.piped import logits_of, mean_loss
 from zeroshard.train.run import make_model
@@ -36,9 +38,9 @@ def plan_run(config: Config, axes: DeviceMesh | None = None) -> tuple[zs.Plan, b
         ValueError, TypeError, RuntimeError, ImportError: the model cannot be planned.
     """
     try:
-        device, is_timed = zs.device_for("this"), True
+        device, is_timed = device_for("this"), True
     except ValueError:
-        device, is_timed = zs.host_device(), False
+        device, is_timed = host_device(), False
     if device.is_cpu:  # ranks of a host share its memory
         device = replace(device, memory_bytes=device.memory_bytes // config.run.ranks)
     train, zero, tensor, pipe = config.train, config.zero, config.run.tensor, config.run.pipe
@@ -130,7 +132,7 @@ def choose_sharding(config: Config) -> Config:
         raise ValueError(f"{names}: {str(error).splitlines()[0]} Give a value.") from error
     found: dict[str, Any] = {}
     if zero.stage == AUTO:
-        rows = {replace(zs.row_of_stage(n), activations=plan.asked.row.activations): n for n in range(4)}
+        rows = {replace(row_of_stage(n), activations=plan.asked.row.activations): n for n in range(4)}
         found["stage"] = rows[plan.asked.row]
     if zero.offload == AUTO:
         chosen = plan.asked.offload
@@ -149,12 +151,12 @@ def describe_text(config: Config) -> str:
     source = open_source(config.data.path, config.data.column)
     if not source.files:
         return f"data: {source.name}, {sum(map(len, source.documents())):,} bytes"
-    nbytes = sum(size for _, size in source.layout())
-    return f"data: {source.name}, {nbytes:,} bytes in {len(source.files):,} file(s)"
+    nbytes, left = sum(size for _, size in source.layout()), source.describe_left_out()
+    return f"data: {source.name}, {nbytes:,} bytes in {len(source.files):,} file(s)" + f"; {left}" * bool(left)
 
 
 def _text_of(offload: zs.Offload) -> str:
-    """Return the text that `zs.offload_of` parses as this offload."""
+    """Return the text that `offload_of` parses as this offload."""
     parts = {"states": offload.states, "parameters": offload.parameters}
     return ",".join([*(f"{name}={part:g}" for name, part in parts.items()), f"to={offload.to}"])
 

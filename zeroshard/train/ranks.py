@@ -6,7 +6,7 @@ model's own sizes.
 
 from typing import Any, Final
 
-__all__ = ["check_pipe", "check_ranks", "check_split"]
+__all__ = ["check_pipe", "check_ranks", "check_replicas", "check_split"]
 
 _WHOLE: Final = ("muon", "adafactor")
 """Optimizers that need whole matrices."""
@@ -87,4 +87,21 @@ def check_pipe(batch: int, run: Any, *, accumulation: int) -> None:
             f"train.batch={batch} windows cannot be divided into run.micro_batches={run.micro_batches} equal "
             f"micro-batches on each of run.ranks={run.ranks} / run.pipe={run.pipe}; set train.batch to a multiple of "
             f"{parts}"
+        )
+
+
+def check_replicas(run: Any) -> None:
+    """Raise ValueError if the ranks cannot be divided over the replicas.
+
+    Args:
+        run: the section `run` of the settings, resolved.
+    """
+    if run.replicas == 1:
+        return
+    if run.tensor > 1 or run.pipe > 1:
+        raise ValueError(f"run.replicas={run.replicas} with run.tensor or run.pipe: use one of them")
+    if run.ranks % run.replicas:
+        raise ValueError(
+            f"run.replicas={run.replicas} does not divide run.ranks={run.ranks}; set run.ranks to a multiple of "
+            f"{run.replicas}, or run.replicas to a divisor of {run.ranks}"
         )

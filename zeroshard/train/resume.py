@@ -23,11 +23,13 @@ from typing import Any, Final, final
 import torch
 
 import zeroshard as zs
+from zeroshard.table.errors import printable
 from zeroshard.train.account import describe_data
-from zeroshard.train.config import Config, differences, load_config
+from zeroshard.train.config import Config, changes, differences, load_config
 from zeroshard.train.lease import Lease
 from zeroshard.train.metrics import EvalRecord, Reporters, RunFiles
 from zeroshard.train.run import Run, check_files
+from zeroshard.train.settings import Train
 
 __all__ = ["Saver", "check_folder", "check_settings", "is_complete", "keep_export_files", "resume"]
 
@@ -73,14 +75,27 @@ def check_settings(config: Config) -> None:
     file = config.folder / _FILE
     if file.exists():
         _compare(load_config(file), config, file)
+    saved = zs.list_checkpoints(config.folder) if config.folder.exists() else []
+    made = max((one.step for one in saved if not one.problem), default=0)
+    if made > config.train.steps:
+        raise ValueError(
+            f"train.steps={config.train.steps}: {config.folder} has made {made} steps, and steps are not taken back; "
+            f"give --steps {made} or more to go on, or another --name to start a new run"
+        )
 
 
-def keep_export_files(config: Config) -> None:
+def keep_export_files(run: Run) -> None:
     """Copy configuration and tokenizer of a Hugging Face model into the folder of the run, for exports.
 
-    The run then needs its model's folder no longer, which somebody may change or remove.
+    The run then needs its model's folder no longer, which somebody may change or remove. Of adapters, their
+    configuration is kept, too.
     """
+    config = run.config
     folder = config.folder / _EXPORT
+    if config.model.lora:
+        folder.mkdir(exist_ok=True)
+        adapters: Any = run.model.peft_config
+        adapters["default"].save_pretrained(str(folder))
     for name, path in config.export_files.items():
         folder.mkdir(exist_ok=True)
         shutil.copyfile(path, folder / name)
@@ -110,16 +125,36 @@ def resume(run: Run) -> None:
     extra = run.zero.load(path).extra
     if not extra.keys() >= _EXTRA:
         raise ValueError(f"run.name: {path} was not saved by `zeroshard train`; move it out of {run.config.folder}")
-    _compare(Config.model_validate(extra["config"]), run.config, path)
+    before = Config.model_validate(extra["config"])
+    _compare(before, run.config, path)
     for key, value in _contents(run).items():
         if value != extra["data"][key]:
             raise ValueError(f"data.path: {path} was trained on another text or other tokens: {key} differs")
     run.scheduler.load_state_dict(extra["scheduler"])
+    run.changes = tuple(changes(before, run.config))
+    _reschedule(run, before.train)
     tally, saved = run.tally, extra["tally"]
     tally.steps, tally.train_s, tally.earlier_s = first, saved["train_s"], saved["wall_s"]
     tally.losses = deque(saved["losses"], tally.losses.maxlen)
     tally.resumed_at = [*saved["resumed_at"], first]
     tally.last_eval = EvalRecord(**saved["last_eval"]) if saved["last_eval"] else None
+
+
+def _reschedule(run: Run, before: Train) -> None:
+    """Give the optimizer the learning rate, its schedule and the weight decay of the settings, if they differ."""
+    now = run.config.train
+    scale = now.learning_rate / before.learning_rate
+    if now.learning_rate != before.learning_rate:
+        run.scheduler.base_lrs = [rate * scale for rate in run.scheduler.base_lrs]
+    for group, base in zip(run.optimizer.param_groups, run.scheduler.base_lrs, strict=True):
+        if now.learning_rate != before.learning_rate:
+            group["initial_lr"] = base
+            if "adamw_lr" in group:
+                group["adamw_lr"] *= scale
+        if now.weight_decay != before.weight_decay and group["weight_decay"]:
+            group["weight_decay"] = now.weight_decay
+        if run.changes:
+            group["lr"] = base * run.factor(run.scheduler.last_epoch)
 
 
 def _find(folder: Path) -> int:
@@ -140,7 +175,7 @@ def _find(folder: Path) -> int:
         if (name := _NAME.fullmatch(damaged.name)) and int(name[1]) > int(found[1]):
             aside = damaged.with_name(f".damaged-{damaged.name}-{time.time_ns()}")
             os.rename(damaged, aside)
-            warnings.warn(zs.printable(f"{damaged} is damaged; moved to {aside}"), stacklevel=2)
+            warnings.warn(printable(f"{damaged} is damaged; moved to {aside}"), stacklevel=2)
     return int(found[1])
 
 

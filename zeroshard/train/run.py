@@ -15,6 +15,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import zeroshard as zs
+from zeroshard.join.start import texts_across_ranks
+from zeroshard.table.errors import printable
 from zeroshard.train.config import Config
 from zeroshard.train.corpus import Corpus, open_corpus, prepare_corpus
 from zeroshard.train.metrics import EvalRecord, RunFiles
@@ -25,6 +27,7 @@ from zeroshard.train.models.piped import mean_loss, piped
 from zeroshard.train.models.shape import check_gpt
 from zeroshard.train.models.split_hf import plan_of
 from zeroshard.train.optimizers import make_optimizer
+from zeroshard.train.speed import flops_per_token, peak_flops
 from zeroshard.train.text import DEFAULT_NAME, open_source
 from zeroshard.train.tokenizer import Tokenizer, load_tokenizer
 
@@ -33,8 +36,11 @@ __all__ = ["Run", "Tally", "check_equal", "check_files", "check_paths", "learnin
 _FINAL_STEPS: Final = 50
 
 
-def prepare(config: Config) -> None:
+def prepare(config: Config) -> Tokenizer:
     """Check the inputs of a run, and tokenize its text, before ranks start: they would have to wait.
+
+    Returns:
+        The tokenizer of the run.
 
     Raises:
         ValueError: the text, the tokenizer or the model is missing or unsuitable.
@@ -48,6 +54,7 @@ def prepare(config: Config) -> None:
         module = make_model(config, tokenizer).module
         check_gpt(module.config, config.run.tensor) if isinstance(module, GPT) else plan_of(module, config.run.tensor)
     _open(config, _prepare_corpus(config, tokenizer))
+    return tokenizer
 
 
 def check_paths(config: Config) -> None:
@@ -64,7 +71,7 @@ def check_equal(config: Config, mesh: zs.Mesh) -> None:
     mine = [
         f"{section}.{key}={value!r}" for section, values in config.model_dump().items() for key, value in values.items()
     ]
-    texts = [text.splitlines() for text in zs.texts_across_ranks(mesh, "\n".join(mine))]
+    texts = [text.splitlines() for text in texts_across_ranks(mesh, "\n".join(mine))]
     for lines in zip_longest(*texts, fillvalue="(nothing)"):
         if len(set(lines)) > 1:
             shown = "\n".join(f"  rank {rank}: {line}" for rank, line in enumerate(lines))
@@ -79,7 +86,7 @@ def check_files(run: "Run", files: RunFiles | None) -> None:
 
     Collective: all-gathers of some bytes; every rank must call.
     """
-    problem = zs.texts_across_ranks(run.mesh, zs.printable(files.problem) if files else "")[0]
+    problem = texts_across_ranks(run.mesh, printable(files.problem) if files else "")[0]
     if problem:
         raise RuntimeError(
             f"{run.mesh} {run.config.folder}: the files of the run cannot be written: {problem}. Do not change the "
@@ -96,6 +103,7 @@ class Run:
     """
 
     def __init__(self, config: Config, mesh: zs.Mesh, start_s: float) -> None:
+        self.changes: tuple[str, ...] = ()
         self.config, self.mesh, self.start_s = config, mesh, start_s
         self.tokenizer = load_tokenizer(config.tokenizer)
         self.corpus = _share_corpus(config, self.tokenizer, mesh)
@@ -103,6 +111,7 @@ class Run:
         self.language = make_model(config, self.tokenizer, self.axes)
         self.model = self.language.module
         self.parameters_numel = sum(p.numel() for p in self.model.parameters())
+        self.flops, self.peak_flops = flops_per_token(config, self.model), peak_flops(config, mesh.device)
         self.optimizer = make_optimizer(config.train, self.language)
         options = _row(config) | {
             "offload": config.zero.offload or None,
@@ -124,7 +133,8 @@ class Run:
             )
             self.zero, self.language = self.pipe.zero, piped(self.language, self.pipe)
         else:
-            self.zero = zs.shard(self.model, self.optimizer, mesh=self.axes, **options)
+            copies = {"replicas": config.run.replicas} if config.run.replicas > 1 else {"mesh": self.axes}
+            self.zero = zs.shard(self.model, self.optimizer, **copies, **options)
         readers = self.zero.mesh.data_ranks
         self.reader, self.readers = readers.index(self.zero.mesh.rank), len(readers)
         if self.axes is not None:
@@ -134,13 +144,14 @@ class Run:
         if config.train.compile_blocks:
             _compile_blocks(self.model)
         self.profile = self.zero.profile()
-        self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self._factor)
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self.factor)
         self.tally = Tally()
         if config.hf_folder:
             check_causal(self.language, config.hf_folder, mesh.device, is_half=config.train.precision != "fp32")
             self.tally.follows_pass = True
 
-    def _factor(self, step: int) -> float:
+    def factor(self, step: int) -> float:
+        """Return the factor of the maximum learning rate at a step, counted from 0."""
         train = self.config.train
         return learning_rate_factor(
             step,
@@ -229,14 +240,23 @@ def _lay_out(config: Config, mesh: zs.Mesh) -> DeviceMesh | None:
     return init_device_mesh(mesh.device.type, sizes, mesh_dim_names=("shard", "tensor"))
 
 
-def make_model(config: Config, tokenizer: Tokenizer, axes: DeviceMesh | None = None) -> LanguageModel:
+def make_model(
+    config: Config, tokenizer: Tokenizer, axes: DeviceMesh | None = None, *, reads: bool = True
+) -> LanguageModel:
     """Return the model for the tokenizer's vocabulary, without values: `zs.shard` initializes it unit by unit.
 
     Args:
         axes: the mesh over whose axis "tensor" the model is split; None for a whole model.
+        reads: as in `load_hf`.
     """
     if config.hf_folder:
-        language = load_hf(config.hf_folder, context=config.model.context, vocabulary=tokenizer.vocabulary)
+        language = load_hf(
+            config.hf_folder,
+            context=config.model.context,
+            vocabulary=tokenizer.vocabulary,
+            lora=config.model.lora,
+            reads=reads,
+        )
     else:
         with torch.device("meta"):
             language = make_gpt(replace(config.gpt, vocabulary=tokenizer.vocabulary))

@@ -26,6 +26,7 @@ __all__ = ["DEFAULT_NAME", "Source", "open_source", "take"]
 DEFAULT_NAME: Final = "pydoc_data.topics"
 _SETTING: Final = "data.path"
 _MAX_LINE_BYTES: Final = 1 << 28
+_LOOKED_BYTES: Final = 1 << 13
 _LINES: Final = ".jsonl"
 _ROWS: Final = ".parquet"
 
@@ -39,11 +40,22 @@ class Source:
         name: the path of the text.
         files: in order; () for the documentation topics in CPython's `pydoc_data`, which need no download.
         column: the column of the text in files with columns.
+        left_out: files of a folder that are no text, such as pictures.
     """
 
     name: str
     files: tuple[Path, ...]
     column: str
+    left_out: tuple[Path, ...] = ()
+
+    def describe_left_out(self) -> str:
+        """Return how many files of a folder are not read, and which is the first; empty for none."""
+        if not self.left_out:
+            return ""
+        count = len(self.left_out)
+        return (
+            f"{count} {'file is' if count == 1 else 'files are'} no text and left out, {self.left_out[0].name!r} first"
+        )
 
     def documents(self) -> Iterator[bytes]:
         """Yield the documents, in order, each as UTF-8.
@@ -76,8 +88,8 @@ def open_source(path: str = "", column: str = "text") -> Source:
     """Find the files of a text.
 
     Args:
-        path: a file, or a folder whose files are read in the order of their relative paths (without hidden files);
-            empty for CPython's documentation topics.
+        path: a file, or a folder whose files are read in the order of their relative paths, without hidden files, and
+            without files that begin as no text does, such as pictures; empty for CPython's documentation topics.
         column: the column of the text in `.jsonl` and `.parquet` files.
 
     Raises:
@@ -100,9 +112,11 @@ def open_source(path: str = "", column: str = "text") -> Source:
     files = tuple(entry for entry in entries if entry.is_symlink() or not entry.is_dir())
     for file in files:
         open_input(file, _SETTING).close()  # an unreadable file would be skipped silently
+    left_out = tuple(file for file in files if file.suffix not in (_LINES, _ROWS) and _is_binary(file))
+    files = tuple(file for file in files if file not in frozenset(left_out))
     if not files:
-        raise ValueError(f"data.path: the folder {path!r} holds no files; put text files into it")
-    return Source(path, files, column)
+        raise ValueError(f"data.path: the folder {path!r} holds no text files; put text files into it")
+    return Source(path, files, column, left_out)
 
 
 def take(documents: Iterable[bytes], start: int, end: int) -> Iterator[str]:
@@ -216,6 +230,12 @@ def _encode(value: object, column: str, place: str) -> bytes:
         raise ValueError(
             f"data.path: {place}: {column!r} has an unpaired surrogate at character {error.start} and is not valid text"
         ) from None
+
+
+def _is_binary(file: Path) -> bool:
+    """Return whether a file begins with a zero byte among its first ones, which no text in UTF-8 has."""
+    with open_input(file, _SETTING) as opened:
+        return b"\0" in opened.read(_LOOKED_BYTES)
 
 
 def _is_hidden(relative: Path) -> bool:

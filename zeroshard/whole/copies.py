@@ -19,7 +19,7 @@ from zeroshard.torch_private import has_split
 from zeroshard.update.optimizer import ShardedOptimizer, is_cut
 from zeroshard.whole.owned import is_stored, own_state
 
-__all__ = ["check_copies"]
+__all__ = ["check_copies", "sum_bits"]
 
 Tensor = torch.Tensor
 
@@ -52,7 +52,7 @@ def _difference(engine: Engine, copies: Sequence[Copy]) -> str:
     """Return what differs between ranks that hold copies, equal on every rank; "" if nothing does."""
     what = f"the comparison of {len(copies)} copies"
     engine.order.barrier(what)
-    sums = torch.stack([_sum_bits(copy.value).to(engine.mesh.device) for copy in copies])
+    sums = torch.stack([sum_bits(copy.value).to(engine.mesh.device) for copy in copies])
     axes = sorted({copy.axes for copy in copies})
     totals = torch.stack([sums[[copy.axes == one for copy in copies]].sum() for one in axes])
     if not _differ(engine, engine.comm.collect(totals, what), axes).any():
@@ -109,7 +109,7 @@ def _copies_of_states(one: ShardedOptimizer, master: Tensor, axes: tuple[str, ..
         yield Copy(f"the master values of '{slot.name}'", slot.bucket.master(slot.index), axes)
     if slot.updater is not None:
         # Only owners have the states, in each replica: every rank compares one sum.
-        sums = [_sum_bits(value) for value in own_state(one, master).values() if is_stored(value)]
+        sums = [sum_bits(value) for value in own_state(one, master).values() if is_stored(value)]
         none = torch.zeros(1, dtype=torch.int64, device=slot.bucket.device)
         yield Copy(f"the states of '{slot.name}'", torch.stack(sums) if sums else none, axes)
         return
@@ -120,7 +120,7 @@ def _copies_of_states(one: ShardedOptimizer, master: Tensor, axes: tuple[str, ..
             yield Copy(f"{key} of '{slot.name}'", value, axes)
 
 
-def _sum_bits(value: Tensor) -> Tensor:
+def sum_bits(value: Tensor) -> Tensor:
     """Return the sum of a tensor's memory as integers, modulo 2**64, 0-d int64; every single bit changes it.
 
     A value in a file, or one number for all elements, is read in pieces.
@@ -129,7 +129,7 @@ def _sum_bits(value: Tensor) -> Tensor:
 
 
 def _sum_words(piece: Tensor) -> Tensor:
-    """Return `_sum_bits` of (numel,).
+    """Return `sum_bits` of (numel,).
 
     Words of 8 bytes are summed in place; narrower words would first be copied to wider ones.
     """

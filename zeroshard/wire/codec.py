@@ -15,9 +15,9 @@ from typing import final
 
 import torch
 
-from zeroshard.table.spec import BLOCK_NUMEL, message_of
+from zeroshard.table.spec import BLOCK_NUMEL, SCALED_NUMEL, message_of
 
-__all__ = ["Codec", "Rounded", "sum_in_rank_order"]
+__all__ = ["Codec", "Rounded", "Scaled", "sum_in_rank_order"]
 
 Tensor = torch.Tensor
 
@@ -96,6 +96,51 @@ class Rounded(Codec):
     def round(self, values: Tensor, dtype: torch.dtype) -> Tensor:
         """See `Codec`."""
         return values.to(self.dtype).to(dtype)
+
+
+@final
+class Scaled(Codec):
+    """Integers of 8 or 4 bits, and one fp32 scale for each `SCALED_NUMEL` elements: their largest absolute value.
+
+    A value is rounded to the nearest multiple of its scale divided by the largest integer. A value that is not finite
+    makes all values that share its scale NaN. The message of a block has the integers first, counted from 0.
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self._bits = int(name.removeprefix("scaled"))
+        self._most = 2 ** (self._bits - 1) - 1
+
+    def encode(self, values: Tensor, message: Tensor) -> None:
+        """See `Codec`.
+
+        Raises:
+            ValueError: 4 bits, and an odd number of values.
+        """
+        if self._bits == 4 and values.numel() % 2:
+            raise ValueError(f"Codec {self.name!r} encodes pairs of values; got {values.numel():,} values.")
+        parts = message.split(self.message_numel(BLOCK_NUMEL))
+        for block, part in zip(values.split(BLOCK_NUMEL), parts, strict=True):
+            rows = torch.nn.functional.pad(block.float(), (0, -block.numel() % SCALED_NUMEL)).view(-1, SCALED_NUMEL)
+            scales = rows.abs().amax(1) / self._most
+            # The smallest numbers would have an infinite inverse.
+            scales.masked_fill_(scales < torch.finfo(torch.float32).tiny, 0.0)
+            inverse = torch.where(scales == 0.0, 0.0, 1.0 / scales)
+            codes = (rows * inverse[:, None]).round_().clamp_(-self._most, self._most).nan_to_num_(0.0)
+            codes = codes.add_(self._most).to(torch.uint8).view(-1)[: block.numel()]
+            packed = codes if self._bits == 8 else codes[::2] | codes[1::2] << 4
+            part[: packed.numel()] = packed
+            part[packed.numel() :] = scales.view(torch.uint8)
+
+    def decode(self, message: Tensor, dtype: torch.dtype) -> Tensor:
+        """See `Codec`."""
+        count = -(-message.numel() // self.message_numel(SCALED_NUMEL))
+        packed, scales = message.split([message.numel() - 4 * count, 4 * count])
+        codes = packed if self._bits == 8 else torch.stack([packed & 15, packed >> 4], 1).view(-1)
+        values = codes.to(dtype).sub_(self._most)
+        padded = torch.nn.functional.pad(values, (0, -values.numel() % SCALED_NUMEL)).view(-1, SCALED_NUMEL)
+        padded *= scales.clone().view(torch.float32).to(dtype)[:, None]
+        return padded.view(-1)[: values.numel()]
 
 
 def sum_in_rank_order(ranks: Sequence[Iterable[Tensor]], scale: float, out: Tensor) -> None:

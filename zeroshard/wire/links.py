@@ -159,7 +159,8 @@ class Links:
         first = (
             f"A rank failed, and with it the run. {cause}\n{self.mesh} noticed it" if cause else f"{self.mesh} gave up"
         )
-        return RankMismatchError(
+        make = RankMismatchError.of_another if cause else RankMismatchError
+        return make(
             f"{first} while it waited for {what}: {reason}\nWhat each rank does:\n{report}\n"
             "Every rank must make the same passes, norms and steps. A rank whose process has ended closes its "
             f"connections at once; any other has watchdog_s={self._limit.total_seconds():g} seconds."

@@ -25,6 +25,7 @@ __all__ = [
     "backend_of",
     "current_mesh",
     "find_launch",
+    "read_error_file",
     "read_int",
     "read_local_rank",
     "refuse_blocking_nccl",
@@ -68,6 +69,8 @@ class Mesh:
     """The number of ranks of the process group; 0 if it is `world_size`."""
     pipe: "Mesh | None" = None
     """The mesh with the axis "pipe" of which this is one place; None without such an axis."""
+    island: int | None = None
+    """Which island these ranks are, if several train by themselves and exchange what they learned (`outer/`)."""
 
     @property
     def across(self) -> "Mesh":
@@ -157,6 +160,7 @@ class Mesh:
         for name, size in reversed(self.across.axes):
             rest, index = divmod(rest, size)
             at[:0] = [f"{name} {index}"] * (size > 1)
+        at[:0] = [f"island {self.island}"] * (self.island is not None)
         place = f": {', '.join(at)}" * (len(at) > 1 or (self.across.is_part and len(at) == 1))
         return f"[rank {self.numbers[self.rank]}/{self.launched or self.world_size}{place}]"
 
@@ -278,6 +282,14 @@ def backend_of(kind: str) -> str | None:
 def read_local_rank() -> int | None:
     """Return the number of this rank on its host, from LOCAL_RANK; None if the launcher did not set it."""
     return read_int("LOCAL_RANK", 0) if "LOCAL_RANK" in os.environ else None
+
+
+def read_error_file() -> tuple[str, bool, bool]:
+    """Return the file that torchrun prints as the cause of a failure, "" without; whether all frames of an error are
+    wanted; and whether this start of the ranks is the last, which a failure ends.
+    """
+    left = read_int("TORCHELASTIC_MAX_RESTARTS", 0) - read_int("TORCHELASTIC_RESTART_COUNT", 0)
+    return os.environ.get("TORCHELASTIC_ERROR_FILE", ""), os.environ.get("ZEROSHARD_TRACEBACK") == "full", left <= 0
 
 
 def read_int(name: str, default: int) -> int:

@@ -3,7 +3,7 @@
 Owns the choice: the only module that knows all of them. Read `wire/comm.py` and `wire/codec.py` first.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 import torch
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from zeroshard.table.settings import Settings
 from zeroshard.table.trace import Ledger
 from zeroshard.table.wires import Messages
-from zeroshard.wire.codec import Codec, Rounded
+from zeroshard.wire.codec import Codec, Rounded, Scaled
 from zeroshard.wire.comm import Comm, SoloComm
 from zeroshard.wire.gloo import GlooComm
 from zeroshard.wire.host import HostComm
@@ -23,7 +23,7 @@ from zeroshard.wire.nccl import NcclComm
 
 __all__ = ["codec_of", "make_comm"]
 
-CODECS: Mapping[str, type[Codec]] = MappingProxyType({})
+CODECS: Mapping[str, Callable[[str], Codec]] = MappingProxyType({"scaled8": Scaled, "scaled4": Scaled})
 """The codecs besides dtypes; `table/spec.py` has the sizes of each."""
 
 

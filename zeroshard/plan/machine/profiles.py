@@ -31,9 +31,9 @@ def device_for(name: str) -> Device:
         ValueError: no preset has this name, or the file is not a profile.
 
     ```python
-    import zeroshard as zs
+    from zeroshard.plan.machine.profiles import device_for
 
-    assert zs.device_for("h100-80").memory_bytes > zs.device_for("a100-40").memory_bytes
+    assert device_for("h100-80").memory_bytes > device_for("a100-40").memory_bytes
     ```
     """
     if name == "this":
@@ -45,9 +45,9 @@ def host_device() -> Device:
     """Return this host as a device with known memory and unmeasured speed: predicted times are meaningless.
 
     ```python
-    import zeroshard as zs
+    from zeroshard.plan.machine.profiles import host_device
 
-    device = zs.host_device()
+    device = host_device()
     assert device.is_cpu and device.memory_bytes == device.host_bytes
     ```
     """

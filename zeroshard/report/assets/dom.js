@@ -73,35 +73,50 @@ export function bytesCell(nbytes) {
   return el("span", { title: exactBytes(nbytes), "data-bytes": String(nbytes) }, bytesText(nbytes));
 }
 
-/** A table; `columns` are [title, isNumber], cells are text or elements. */
+/**
+ * A table; `columns` are [title, isNumber], cells are text or elements. On a narrow screen a table of more than two
+ * columns has a line for each cell, with the title of its column (`style.css`); the roles keep it a table for readers.
+ */
 export function table(columns, rows, footer = null) {
-  const line = (cells, tag = "td") =>
+  const line = (cells) =>
     el(
       "tr",
-      {},
-      cells.map((cell, place) => el(tag, { class: columns[place][1] ? "number" : "name" }, cell)),
+      { role: "row" },
+      cells.map((cell, place) =>
+        el(
+          "td",
+          {
+            role: "cell",
+            class: [columns[place][1] ? "number" : "name", ...(cell === "" ? ["empty"] : [])].join(" "),
+            "data-title": columns[place][0],
+          },
+          cell,
+        ),
+      ),
     );
   return el(
     "div",
-    { class: "table" },
+    { class: columns.length > 2 ? "table wraps" : "table" },
     el(
       "table",
-      {},
+      { role: "table" },
       el(
         "thead",
-        {},
+        { role: "rowgroup" },
         el(
           "tr",
-          {},
-          columns.map(([title, isNumber]) => el("th", { class: isNumber ? "number" : "", scope: "col" }, title)),
+          { role: "row" },
+          columns.map(([title, isNumber]) =>
+            el("th", { class: isNumber ? "number" : "", scope: "col", role: "columnheader" }, title),
+          ),
         ),
       ),
       el(
         "tbody",
-        {},
+        { role: "rowgroup" },
         rows.map((cells) => line(cells)),
       ),
-      footer ? el("tfoot", {}, line(footer)) : null,
+      footer ? el("tfoot", { role: "rowgroup" }, line(footer)) : null,
     ),
   );
 }

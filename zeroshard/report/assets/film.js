@@ -4,6 +4,7 @@ import { Clocks } from "./clocks.js";
 import { bytesCell, columnColor, el, hideTooltip, legend, PALETTE, showTooltip, swatch, table } from "./dom.js";
 import { Icicle } from "./icicle.js";
 import { onceAFrame, Plot } from "./plot.js";
+import { hardwareOf, sourcesOf } from "./sources.js";
 import { Timeline, treeOf } from "./timeline.js";
 import { byteTickText, byteTicks, bytesText, exactBytes, secondsText } from "./units.js";
 
@@ -19,6 +20,8 @@ const TICK_ROWS = [
 export class FilmView {
   constructor(data) {
     this.data = data;
+    this.hardware = hardwareOf(data, "film");
+    this.total = sourcesOf(data, "film").find((one) => one.memory)?.memory.total_bytes ?? 0;
     this.timeline = new Timeline(data.film, data.columns);
     this.lanes = data.lanes ?? [];
     this.start = this.timeline.start;
@@ -87,7 +90,11 @@ export class FilmView {
       el(
         "p",
         {},
-        "Memory of one rank over one step: what is live at each moment, stacked by column. Move the pointer, or use the arrow keys: ",
+        "What torch's allocator has allocated on one rank over one step, stacked by column",
+        this.total
+          ? `. The dashed line is the total of the plan, ${bytesText(this.total)}, which adds what the allocator has reserved and not allocated, context and communicators`
+          : "",
+        ". Move the pointer, or use the arrow keys: ",
         "← → go from event to event, with Shift a hundredth of the step; + and − zoom, p jumps to the peak.",
       ),
       el(
@@ -235,7 +242,7 @@ export class FilmView {
       el(
         "span",
         { id: "film-peak", "data-bytes": String(timeline.peakBytes), "data-moment": String(timeline.peak) },
-        `Peak: ${exactBytes(timeline.peakBytes)} at ${secondsText(timeline.timeOf(timeline.peak))}.`,
+        `Allocated at the peak: ${exactBytes(timeline.peakBytes)} at ${secondsText(timeline.timeOf(timeline.peak))}.`,
       ),
     );
     this.film.canvas.setAttribute("aria-valuenow", String(moment));
@@ -292,8 +299,9 @@ export class FilmView {
   _drawFilm() {
     const { film, timeline, data } = this;
     const { context } = film;
-    const hardware = data.hardware;
-    const level = hardware && hardware.usable_bytes < 1.8 * timeline.peakBytes ? hardware.capacity_bytes : 0;
+    const { hardware, total } = this;
+    const isNear = hardware && hardware.capacity_bytes < 1.8 * Math.max(total, timeline.peakBytes);
+    const level = Math.max(total, isNear ? hardware.capacity_bytes : 0);
     const moments = timeline.sample(...this.range, Math.max(1, Math.floor(film.right - film.left)));
     const [low, top] = this._heights(moments, level);
     const y = (nbytes) => film.bottom - ((nbytes - low) / (top - low)) * (film.bottom - film.top);
@@ -319,26 +327,7 @@ export class FilmView {
       context.fill();
     });
     context.restore();
-    if (hardware && level && !this.isFitted) {
-      for (const [name, nbytes, dash] of [
-        ["usable", hardware.usable_bytes, [6, 4]],
-        [hardware.name, hardware.capacity_bytes, []],
-      ]) {
-        film.line(film.left, y(nbytes), film.right, y(nbytes), film.color("ink"), { dash });
-        film.text(`${name}: ${bytesText(nbytes)}`, film.right - 4, y(nbytes) + 9, {
-          align: "right",
-          color: film.color("ink"),
-          isOnPaper: true,
-        });
-      }
-    } else if (hardware && !this.isFitted) {
-      film.text(
-        `usable on ${hardware.name}: ${bytesText(hardware.usable_bytes)}, above this scale`,
-        film.right - 4,
-        film.top + 8,
-        { align: "right", isOnPaper: true },
-      );
-    }
+    if (!this.isFitted) this._drawLevels(y, isNear);
     const [px, py] = [x(timeline.timeOf(timeline.peak)), y(timeline.peakBytes)];
     if (px >= film.left - 1 && px <= film.right + 1 && py >= film.top) {
       context.fillStyle = film.color("ink");
@@ -361,11 +350,30 @@ export class FilmView {
   /** The bytes at the bottom and at the top: from 0, or, where the height is fitted, what is in view. */
   _heights(moments, level) {
     const { totals, peakBytes } = this.timeline;
-    if (!this.isFitted) return [0, Math.max(peakBytes * 1.12, level * 1.05, 1)];
+    if (!this.isFitted) return [0, Math.max(peakBytes * 1.12, level * 1.08, 1)];
     let [low, high] = [Infinity, 0];
     for (const moment of moments) [low, high] = [Math.min(low, totals[moment]), Math.max(high, totals[moment])];
     const spare = Math.max(1024, 0.12 * (high - low));
     return [Math.max(0, low - spare), high + spare];
+  }
+
+  /** The total and the device's memory; the label of the higher line is above it, that of the lower one below. */
+  _drawLevels(y, isNear) {
+    const { film, hardware, total } = this;
+    const levels = [
+      ...(total ? [[`total: ${bytesText(total)}`, total, [6, 4]]] : []),
+      ...(isNear ? [[`${hardware.name}: ${bytesText(hardware.capacity_bytes)}`, hardware.capacity_bytes, []]] : []),
+    ].sort((one, other) => other[1] - one[1]);
+    const color = film.color("ink");
+    this.labels = levels.map(([text, nbytes, dash], place) => {
+      film.line(film.left, y(nbytes), film.right, y(nbytes), color, { dash });
+      const at = y(nbytes) + (place ? 10 : -9);
+      film.text(text, film.right - 4, at, { align: "right", color, isOnPaper: true });
+      return [text, at];
+    });
+    if (!hardware || isNear) return;
+    const text = `${hardware.name}: ${bytesText(hardware.capacity_bytes)}, above this scale`;
+    film.text(text, film.left + 4, film.top + 8, { isOnPaper: true });
   }
 
   _drawPhases(film) {

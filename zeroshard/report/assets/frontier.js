@@ -23,7 +23,7 @@ const VERDICTS = {
 /** Keeps the configurations that no other beats in both memory and speed, by rising memory. */
 export function paretoOf(configurations) {
   const sorted = [...configurations].sort(
-    (one, other) => one.peak_bytes - other.peak_bytes || other.tokens_per_s - one.tokens_per_s,
+    (one, other) => one.total_bytes - other.total_bytes || other.tokens_per_s - one.tokens_per_s,
   );
   const front = [];
   for (const one of sorted) if (!front.length || one.tokens_per_s > front.at(-1).tokens_per_s) front.push(one);
@@ -52,14 +52,14 @@ export class FrontierView {
       el(
         "p",
         {},
-        "Each mark is a configuration. The line joins those that no other beats in both memory and speed; the star is the best that fits. Click a mark, or use the arrow keys, for its options.",
+        "Each mark is a configuration. The line joins those that no other beats in both memory and speed; the star is the best that fits. Memory is the total of the fullest rank; where a configuration was not planned in full, with what is allocated in place of what is reserved. Click a mark, or use the arrow keys, for its options.",
       ),
       legend(counts),
       this.scatter.plot.canvas,
       this.detail,
     );
-    const memory = configurations.map((one) => one.peak_bytes);
-    const limit = hardware ? hardware.usable_bytes * 1.05 : 0;
+    const memory = configurations.map((one) => one.total_bytes);
+    const limit = hardware ? hardware.capacity_bytes * 1.05 : 0;
     const high = Math.max(...memory, limit);
     const speed = configurations.map((one) => one.tokens_per_s).filter((one) => one > 0);
     const isLog = Math.max(...memory) / Math.min(...memory) > 20;
@@ -73,7 +73,7 @@ export class FrontierView {
         low,
         high: high * 1.04,
         isLog,
-        title: "peak of the fullest rank",
+        title: "total of the fullest rank",
         name: byteTickText,
         ticks: isLog ? logUnitTicks(low, high, "B") : roundTicks(0, high / scale, 8).map((tick) => tick * scale),
       },
@@ -89,12 +89,12 @@ export class FrontierView {
     this.points = configurations
       .filter((one) => one.tokens_per_s > 0)
       .map((one) => ({
-        x: one.peak_bytes,
+        x: one.total_bytes,
         y: one.tokens_per_s,
         shape: one.is_best ? "star" : VERDICTS[one.verdict][0],
         color: VERDICTS[one.verdict][1],
         of: one,
-        text: `${one.label}\n${bytesText(one.peak_bytes)}, ${countText(one.tokens_per_s)} tokens/s, ${VERDICTS[one.verdict][2]}`,
+        text: `${one.label}\n${bytesText(one.total_bytes)}, ${countText(one.tokens_per_s)} tokens/s, ${VERDICTS[one.verdict][2]}`,
       }));
     this.scatter.show(this.points, ...this.axes);
     const best = configurations.find((one) => one.is_best);
@@ -106,9 +106,9 @@ export class FrontierView {
     const { plot } = scatter;
     const { context } = plot;
     if (hardware) {
-      const x = scatter.px(hardware.usable_bytes);
-      plot.line(x, plot.top, x, plot.bottom, plot.color("ink"), { dash: [6, 4] });
-      plot.text(`usable: ${bytesText(hardware.usable_bytes)}`, x - 5, plot.top + 8, {
+      const x = scatter.px(hardware.capacity_bytes);
+      plot.line(x, plot.top, x, plot.bottom, plot.color("ink"));
+      plot.text(`${hardware.name}: ${bytesText(hardware.capacity_bytes)}`, x - 5, plot.top + 8, {
         align: "right",
         color: plot.color("ink"),
         isOnPaper: true,
@@ -120,7 +120,7 @@ export class FrontierView {
     this.front
       .filter((one) => one.tokens_per_s > 0)
       .forEach((one, place) => {
-        const [x, y] = [scatter.px(one.peak_bytes), scatter.py(one.tokens_per_s)];
+        const [x, y] = [scatter.px(one.total_bytes), scatter.py(one.tokens_per_s)];
         if (place) context.lineTo(x, scatter.py(this.front[place - 1].tokens_per_s));
         context.lineTo(x, y);
       });
@@ -135,8 +135,8 @@ export class FrontierView {
       el("h3", {}, swatch(color), one.label, one.is_best ? " ★ the best that fits" : ""),
       el(
         "p",
-        { "data-bytes": String(one.peak_bytes) },
-        `${bytesText(one.peak_bytes)} at the peak, ${plainNumber(one.tokens_per_s)} tokens/s: `,
+        { "data-bytes": String(one.total_bytes) },
+        `${bytesText(one.total_bytes)} in total, ${plainNumber(one.tokens_per_s)} tokens/s: `,
         el("span", { class: "badge", "data-verdict": one.verdict }, name),
       ),
       rows.length

@@ -4,21 +4,26 @@ import { el } from "./dom.js";
 import { FilmView } from "./film.js";
 import { FrontierView } from "./frontier.js";
 import { LossView } from "./losses.js";
+import { OverviewView } from "./overview.js";
 import { PlayerView } from "./player.js";
 import { ScorecardView } from "./scorecard.js";
-import { ComparisonView, headerOf, RanksView } from "./tables.js";
+import { countsOf, hardwareOf, headOf } from "./sources.js";
+import { ComparisonView, RanksView } from "./tables.js";
 import { WalkView } from "./walk.js";
 
+// Of each view: its name, its title, the entries of the data of which one is enough for it, and how it is made.
 const VIEWS = [
-  ["ranks", "Ranks", (data) => data.ranks?.length && new RanksView(data)],
-  ["player", "Stage player", (data) => data.player && new PlayerView(data.player, data.rows, data.hardware)],
-  ["film", "Step film", (data) => data.film && new FilmView(data)],
-  ["frontier", "Frontier", (data) => data.frontier?.length && new FrontierView(data.frontier, data.hardware)],
-  ["scorecard", "Scorecard", (data) => data.scorecard?.length && new ScorecardView(data.scorecard)],
-  ["comparison", "Plan against measurement", (data) => data.comparison?.length && new ComparisonView(data.comparison)],
-  ["losses", "Loss", (data) => data.losses?.length && new LossView(data.losses)],
-  ["walk", "The walk", (data) => data.walk && new WalkView(data.walk)],
+  ["overview", "Overview", ["sources", "curves"], (data) => new OverviewView(data)],
+  ["ranks", "Ranks", ["ranks"], (data) => new RanksView(data)],
+  ["player", "Stage player", ["player"], (data) => new PlayerView(data.player, data.rows, hardwareOf(data, "player"))],
+  ["film", "Step film", ["film"], (data) => new FilmView(data)],
+  ["frontier", "Frontier", ["frontier"], (data) => new FrontierView(data.frontier, hardwareOf(data, "frontier"))],
+  ["scorecard", "Scorecard", ["scorecard"], (data) => new ScorecardView(data.scorecard)],
+  ["comparison", "Plan against measurement", ["comparison"], (data) => new ComparisonView(data.comparison)],
+  ["losses", "Loss", ["curves"], (data) => new LossView(data.curves)],
+  ["walk", "The walk", ["walk"], (data) => new WalkView(data.walk)],
 ];
+const isThere = (entry) => (Array.isArray(entry) ? entry.length > 0 : Boolean(entry));
 
 /** The data is JSON, deflated, as base64. */
 async function readData() {
@@ -46,8 +51,9 @@ function makeThemeButton() {
 class Tabs {
   constructor(data) {
     this.views = new Map();
-    this.entries = VIEWS.filter(([key]) => (Array.isArray(data[key]) ? data[key].length : data[key])).map(
-      ([key, title, make]) => {
+    this.data = data;
+    this.entries = VIEWS.filter(([, , entries]) => entries.some((entry) => isThere(data[entry]))).map(
+      ([key, title, entries, make]) => {
         const tab = el(
           "button",
           { role: "tab", type: "button", id: `tab-${key}`, "aria-controls": key, onclick: () => this.show(key) },
@@ -59,7 +65,7 @@ class Tabs {
           id: `panel-${key}`,
           hidden: true,
         });
-        return { key, title, tab, panel, make: () => make(data) };
+        return { key, title, tab, panel, entry: entries[0], make: () => make(data) };
       },
     );
     const bar = document.getElementById("tabs");
@@ -83,7 +89,8 @@ class Tabs {
     if (!this.views.has(entry.key)) {
       const view = entry.make();
       this.views.set(entry.key, view);
-      entry.panel.append(el("h2", {}, entry.title), view.element);
+      const head = headOf(this.data, entry.key === "overview" ? entry.key : entry.entry);
+      entry.panel.append(el("h2", {}, entry.title), ...(head ? [head] : []), view.element);
     }
     this.views.get(entry.key).draw?.();
     history.replaceState(null, "", `#${entry.key}`);
@@ -108,7 +115,9 @@ function refuse(error) {
 }
 
 const data = await readData().catch(refuse);
-document.getElementById("header").append(...headerOf(data, makeThemeButton()));
+document
+  .getElementById("header")
+  .append(el("div", {}, el("h1", {}, data.title), el("p", { class: "muted" }, countsOf(data))), makeThemeButton());
 const tabs = new Tabs(data);
 tabs.show(location.hash.slice(1));
 if (!tabs.entries.length) document.getElementById("panels").append(el("p", {}, "This page has no data to show."));

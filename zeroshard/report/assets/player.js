@@ -1,9 +1,12 @@
 // The stage player: bytes of each rank by closed forms, for any ZeRO stage, number of ranks, batch and sequence.
 
 import { bytesCell, columnColor, el, explain, legend, STATE_COLUMNS, swatch, table } from "./dom.js";
+import { BADGES } from "./sources.js";
 import { byteTickText, byteTicks, bytesText, countText, exactBytes } from "./units.js";
 
 const SHOWN_RANKS = 16;
+const REST = "allocator, context";
+const REST_COLOR = "var(--rest)";
 const STAGE_NAMES = [
   "plain data parallelism: each rank holds everything",
   "optimizer states are sharded",
@@ -50,11 +53,33 @@ function shardNumel(numel, ranks, align) {
   return Math.ceil(Math.ceil(numel / ranks) / align) * align;
 }
 
+const outsideOf = (player) => player.capacity_bytes - player.usable_bytes;
+
+/**
+ * Returns the total of a rank: closed forms times what the plan reserves over what they say at the plan's own setting,
+ * where the total is equal to the plan's, and what lies outside the allocator.
+ */
+export function playerTotal(player, rows, setting, rank) {
+  return Math.round(scaleOf(player, rows) * sum(Object.values(rankBytes(player, rows, setting, rank)))) + outsideOf(player);
+}
+
+function scaleOf(player, rows) {
+  if (!player.total_bytes || !player.defaults) return 1;
+  const closed = [0, player.defaults.ranks - 1].map((rank) =>
+    sum(Object.values(rankBytes(player, rows, player.defaults, rank))),
+  );
+  return (player.total_bytes - outsideOf(player)) / (Math.max(...closed) || 1);
+}
+
+/** The largest total with which 95 of 100 runs would fit. */
+export function fittingBytes(player) {
+  return player.usable_bytes / (player.p95_ratio ?? 1) + outsideOf(player);
+}
+
 /** "fits" if 95 of 100 runs would, "tight" if it may, "no" if it does not. */
-export function verdictOf(player, nbytes) {
-  const ratio = player.p95_ratio ?? 1;
-  if (nbytes * ratio <= player.usable_bytes) return "fits";
-  return nbytes <= (ratio > 1 ? player.usable_bytes : player.capacity_bytes) ? "tight" : "no";
+export function verdictOf(player, total) {
+  if (total > player.capacity_bytes) return "no";
+  return total <= fittingBytes(player) ? "fits" : "tight";
 }
 
 /** The closed form of each column, in symbols and in numbers. */
@@ -116,7 +141,9 @@ export class PlayerView {
       el(
         "p",
         {},
-        "Bytes of each rank at the peak of a step, by closed forms. Hover over a part of a bar, or move the focus to it, for its formula; the step film has the exact trace of one configuration.",
+        player.total_bytes
+          ? "The total of each rank, by closed forms, which are scaled so that the plan's own setting has the plan's own total. Hover over a part of a bar, or move the focus to it, for its formula; the step film has the exact trace of the plan."
+          : "The total of each rank, by closed forms. Hover over a part of a bar, or move the focus to it, for its formula.",
       ),
       el("div", { class: "row" }, this.total, this.badge, this.stage),
       el(
@@ -127,7 +154,7 @@ export class PlayerView {
         this._slider("batch", "Batch of one rank, sequences", (value) => value.toLocaleString("en-US")),
         this._slider("sequence", "Sequence, tokens", (value) => value.toLocaleString("en-US")),
       ),
-      legend(STATE_COLUMNS.map((column) => [columnColor(column), column])),
+      legend([...STATE_COLUMNS.map((column) => [columnColor(column), column]), [REST_COLOR, REST]]),
       this.bars,
       el("h3", { style: { "margin-top": "34px" } }, "Closed forms"),
       this.lines,
@@ -162,35 +189,43 @@ export class PlayerView {
         ? [...Array(setting.ranks).keys()]
         : [...Array(SHOWN_RANKS - 2).keys(), setting.ranks - 1];
     const bytes = new Map(shown.map((rank) => [rank, rankBytes(player, this.rows, setting, rank)]));
-    const totals = shown.map((rank) => sum(Object.values(bytes.get(rank))));
-    const most = Math.max(...totals);
+    const totals = new Map(shown.map((rank) => [rank, playerTotal(player, this.rows, setting, rank)]));
+    const most = Math.max(...totals.values());
     const verdict = verdictOf(player, most);
-    this.total.textContent = `${bytesText(most)} a rank`;
+    this.total.textContent = `${bytesText(most)} in total`;
     this.total.dataset.bytes = String(most);
-    this.badge.textContent = { fits: "✓ fits", tight: "≈ tight", no: "✗ does not fit" }[verdict];
+    this.badge.textContent = BADGES[verdict];
     this.badge.dataset.verdict = verdict;
     this.stage.textContent = `Stage ${setting.stage}: ${STAGE_NAMES[setting.stage]}.`;
     const top = Math.max(most, player.capacity_bytes) * 1.05;
-    this._drawBars(shown, bytes, top);
+    this._drawBars(shown, bytes, totals, top);
     this._drawLevels(top);
-    this._drawFormulas(bytes.get(0));
+    this._drawFormulas(bytes.get(0), totals.get(0));
   }
 
-  _drawBars(shown, bytes, top) {
+  _drawBars(shown, bytes, totals, top) {
     const old = new Map(
       [...this.bars.querySelectorAll(".bar[data-rank]")].map((bar) => [Number(bar.dataset.rank), bar]),
     );
     const forms = () => formulas(this.player, this.rows, this.setting);
     const elements = shown.flatMap((rank, place) => {
       const bar = old.get(rank) ?? this._makeBar(rank, forms);
-      for (const part of bar.querySelectorAll("i")) {
+      const total = totals.get(rank);
+      const columns = sum(Object.values(bytes.get(rank)));
+      // Columns that together are more than the total are largest at different times: each is drawn smaller.
+      const shrink = Math.min(1, total / (columns || 1));
+      for (const part of bar.querySelectorAll("i[data-column]")) {
         const nbytes = bytes.get(rank)[part.dataset.column];
         part.dataset.bytes = String(nbytes);
-        part.style.height = `${(100 * nbytes) / top}%`;
+        part.style.height = `${(100 * shrink * nbytes) / top}%`;
       }
+      const rest = bar.querySelector("i.rest");
+      rest.dataset.bytes = String(Math.max(0, total - columns));
+      rest.style.height = `${(100 * Math.max(0, total - columns)) / top}%`;
+      bar.dataset.total = String(total);
       bar.setAttribute(
         "aria-label",
-        `rank ${rank}: ${STATE_COLUMNS.map((column) => `${column} ${bytesText(bytes.get(rank)[column])}`).join(", ")}`,
+        `rank ${rank}: total ${bytesText(total)}, ${STATE_COLUMNS.map((column) => `${column} ${bytesText(bytes.get(rank)[column])}`).join(", ")}`,
       );
       const isGap = rank - (shown[place - 1] ?? rank) > 1;
       return isGap ? [el("div", { class: "bar gap", title: "ranks between hold the same" }, "⋯"), bar] : [bar];
@@ -208,6 +243,9 @@ export class PlayerView {
       );
       bar.append(part);
     }
+    const rest = el("i", { class: "rest", style: { background: REST_COLOR, height: "0%" } });
+    explain(rest, () => `rank ${rank}, ${REST}: ${exactBytes(Number(rest.dataset.bytes))}`);
+    bar.append(rest);
     explain(bar, () => bar.getAttribute("aria-label").replaceAll(/: |, /g, "\n"));
     bar.append(el("small", {}, String(rank)));
     return bar;
@@ -228,17 +266,24 @@ export class PlayerView {
     this.bars.append(
       ...rules,
       level(hardware?.name ?? "device", player.capacity_bytes, "solid"),
-      level("usable", player.usable_bytes, "below"),
+      level("fits up to", fittingBytes(player), "below"),
     );
   }
 
-  _drawFormulas(bytes) {
+  _drawFormulas(bytes, total) {
     const forms = formulas(this.player, this.rows, this.setting);
+    const columns = sum(Object.values(bytes));
     const rows = STATE_COLUMNS.map((column) => [
       el("span", { class: "keep" }, swatch(columnColor(column)), column),
       el("span", { class: "formula" }, forms[column][0]),
       el("span", { class: "formula muted" }, forms[column][1]),
       bytesCell(bytes[column]),
+    ]);
+    rows.push([
+      el("span", { class: "keep" }, swatch(REST_COLOR), REST),
+      "",
+      total < columns ? "less, since columns are largest at different times" : "reserved beyond the columns, and outside the allocator",
+      el("span", { "data-bytes": String(total - columns) }, `${total < columns ? "−" : ""}${bytesText(Math.abs(total - columns))}`),
     ]);
     this.lines.replaceChildren(
       table(
@@ -249,7 +294,7 @@ export class PlayerView {
           ["rank 0", true],
         ],
         rows,
-        ["sum", "", "", bytesCell(sum(Object.values(bytes)))],
+        ["total", "", "", bytesCell(total)],
       ),
       el(
         "p",

@@ -1,67 +1,86 @@
 // The ranks, and the plan against the measurement: tables with bars.
 
 import { bytesCell, columnColor, el, explain, legend, PALETTE, swatch, table } from "./dom.js";
-import { bytesText, exactBytes, percentText, plainNumber, valueText } from "./units.js";
+import { KINDS, verdictBadge } from "./sources.js";
+import { bytesText, exactBytes, percentText, valueText } from "./units.js";
 
+/** The ranks of each plan and run, under its name and on a scale of its own. */
 export class RanksView {
   constructor(data) {
-    const { ranks, columns, hardware } = data;
-    const resident = (rank) => Object.values(rank.resident_bytes).reduce((sum, one) => sum + one, 0);
-    const widest = (rank) => Math.max(resident(rank), rank.peak_bytes ?? 0) || 1;
-    const most = Math.max(...ranks.map(widest));
-    const bar = (rank) => {
-      const line = el(
-        "div",
-        {
-          style: {
-            display: "flex",
-            height: "14px",
-            background: "var(--grid)",
-            width: `${(100 * widest(rank)) / most}%`,
-          },
-        },
-        columns.map((column, place) => {
-          const nbytes = rank.resident_bytes[column] ?? 0;
-          const part = el("i", {
-            style: { background: columnColor(column, place), width: `${(100 * nbytes) / widest(rank)}%` },
-          });
-          return explain(part, () => `${rank.name}, ${column}: ${exactBytes(nbytes)}`);
-        }),
-      );
-      return el("div", { style: { "min-width": "140px" } }, line);
-    };
-    const shown = columns.filter((column) => ranks.some((rank) => rank.resident_bytes[column]));
-    const hasPeak = ranks.some((rank) => rank.peak_bytes);
+    const sources = data.sources ?? [];
+    const places = [...new Set(data.ranks.map((rank) => rank.source ?? null))];
     this.element = el(
       "div",
-      {},
-      el(
-        "p",
-        {},
-        `Bytes that each rank holds between steps, by column${hasPeak ? ", and the peak of a step, to which the grey part of each bar reaches" : ""}${hardware ? `; ${bytesText(hardware.usable_bytes)} are usable on ${hardware.name}` : ""}.`,
-      ),
-      legend(shown.map((column) => [columnColor(column, columns.indexOf(column)), column])),
-      table(
-        [
-          ["ranks", false],
-          ["number", true],
-          ["between steps", true],
-          ...(hasPeak ? [["peak", true]] : []),
-          ["", false],
-          ...shown.map((column) => [column, true]),
-        ],
-        ranks.map((rank) => [
-          rank.name,
-          rank.count.toLocaleString("en-US"),
-          bytesCell(resident(rank)),
-          ...(hasPeak ? [rank.peak_bytes ? bytesCell(rank.peak_bytes) : ""] : []),
-          bar(rank),
-          ...shown.map((column) => bytesCell(rank.resident_bytes[column] ?? 0)),
-        ]),
-      ),
+      { id: "ranks" },
+      el("p", {}, "Bytes that each rank holds between steps, by column."),
+      places.map((place) => {
+        const source = place === null ? null : sources[place];
+        const ranks = data.ranks.filter((rank) => (rank.source ?? null) === place);
+        const columns = data.columns ?? [];
+        return el(
+          "section",
+          {},
+          source ? el("h3", {}, el("span", { class: "kind" }, KINDS[source.kind]), source.name, verdictBadge(source.verdict)) : null,
+          ranks.some((rank) => rank.peak_bytes)
+            ? el(
+                "p",
+                { class: "muted" },
+                `The grey part of each bar reaches to what is allocated at the peak; the total adds what torch's allocator has reserved, and what lies outside it${source?.hardware ? `. ${source.hardware.name} has ${bytesText(source.hardware.capacity_bytes)}` : ""}.`,
+              )
+            : null,
+          ranksTable(ranks, columns),
+        );
+      }),
     );
-    this.element.id = "ranks";
   }
+}
+
+function ranksTable(ranks, columns) {
+  const resident = (rank) => Object.values(rank.resident_bytes).reduce((sum, one) => sum + one, 0);
+  const widest = (rank) => Math.max(resident(rank), rank.peak_bytes ?? 0) || 1;
+  const most = Math.max(...ranks.map(widest));
+  const bar = (rank) => {
+    const line = el(
+      "div",
+      { class: "stack", style: { width: `${(100 * widest(rank)) / most}%` } },
+      columns.map((column, place) => {
+        const nbytes = rank.resident_bytes[column] ?? 0;
+        const part = el("i", {
+          style: { background: columnColor(column, place), width: `${(100 * nbytes) / widest(rank)}%` },
+        });
+        return explain(part, () => `${rank.name}, ${column}: ${exactBytes(nbytes)}`);
+      }),
+    );
+    return el("div", { class: "ranks-bar" }, line);
+  };
+  const shown = columns.filter((column) => ranks.some((rank) => rank.resident_bytes[column]));
+  const optional = [
+    ["allocated at the peak", "peak_bytes"],
+    ["total", "total_bytes"],
+  ].filter(([, key]) => ranks.some((rank) => rank[key]));
+  return el(
+    "div",
+    {},
+    legend(shown.map((column) => [columnColor(column, columns.indexOf(column)), column])),
+    table(
+      [
+        ["ranks", false],
+        ["number", true],
+        ["between steps", true],
+        ...optional.map(([title]) => [title, true]),
+        ["", false],
+        ...shown.map((column) => [column, true]),
+      ],
+      ranks.map((rank) => [
+        rank.name,
+        rank.count.toLocaleString("en-US"),
+        bytesCell(resident(rank)),
+        ...optional.map(([, key]) => (rank[key] ? bytesCell(rank[key]) : "")),
+        bar(rank),
+        ...shown.map((column) => bytesCell(rank.resident_bytes[column] ?? 0)),
+      ]),
+    ),
+  );
 }
 
 export class ComparisonView {
@@ -107,42 +126,4 @@ export class ComparisonView {
       ),
     );
   }
-}
-
-/** What the page is about: the model, options and device. */
-export function headerOf(data, themeButton) {
-  const fact = (name, value) => el("span", {}, `${name} `, el("b", {}, String(value)));
-  const facts = [];
-  if (data.model) {
-    facts.push(fact("model", data.model.name), fact("parameters", data.model.parameters_numel.toLocaleString("en-US")));
-    for (const [name, value] of Object.entries(data.model.details ?? {}))
-      facts.push(fact(name, typeof value === "number" ? plainNumber(value) : value));
-  }
-  for (const [name, value] of Object.entries(data.options ?? {}))
-    facts.push(fact(name, typeof value === "number" ? plainNumber(value) : value));
-  if (data.hardware)
-    facts.push(
-      fact(
-        "device",
-        `${data.hardware.name}, ${bytesText(data.hardware.usable_bytes)} usable of ${bytesText(data.hardware.capacity_bytes)}`,
-      ),
-    );
-  return [
-    el(
-      "div",
-      {},
-      el("h1", {}, data.title),
-      el(
-        "div",
-        { class: "facts" },
-        el(
-          "span",
-          {},
-          { plan: "a plan", run: (data.losses?.length ?? 1) > 1 ? `${data.losses.length} runs` : "a run" }[data.kind],
-        ),
-        facts,
-      ),
-    ),
-    themeButton,
-  ];
 }

@@ -20,6 +20,7 @@ from torch import Tensor
 from zeroshard.train.extras import need
 from zeroshard.train.inputs import check_entries
 from zeroshard.train.models.language import LanguageModel
+from zeroshard.train.models.lora import add_lora, first_values
 
 __all__ = ["check_causal", "check_folder", "check_hf", "load_hf"]
 
@@ -70,7 +71,7 @@ def check_hf(folder: str, *, context: int, vocabulary: int) -> Any:
     return config
 
 
-def load_hf(folder: str, *, context: int, vocabulary: int) -> LanguageModel:
+def load_hf(folder: str, *, context: int, vocabulary: int, lora: str = "", reads: bool = True) -> LanguageModel:
     """Make a model in fp32 on the meta device, so that no rank ever holds all of it.
 
     `weights` of what is returned is the folder, where it has weights, or None: `zs.shard` then initializes the model
@@ -80,21 +81,31 @@ def load_hf(folder: str, *, context: int, vocabulary: int) -> LanguageModel:
         folder: with a `config.json`, and weights as safetensors or none.
         context: tokens of a window.
         vocabulary: number of tokens.
+        lora: the setting `model.lora`.
+        reads: whether the files of the folder give the values; if not, they are drawn, for a checkpoint to replace.
 
     Raises:
-        ValueError: as `check_hf` does.
-        ImportError: transformers is missing.
+        ValueError: as `check_hf` does, or the adapters do not fit the model.
+        ImportError: transformers or peft is missing.
     """
     config = check_hf(folder, context=context, vocabulary=vocabulary)
     transformers = need("transformers", "transformers", f"model.source=hf:{folder}")
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
-    weights = Path(folder) if _has_weights(folder) else None
+    weights: Path | Callable[[torch.nn.Module], object] | None = (
+        Path(folder) if reads and _has_weights(folder) else None
+    )
     origin = "initialized from" if weights is None else "weights from"
     model.config.use_cache = False
     model.train()
+    name = type(model).__name__
+    if lora:
+        with torch.device("meta"):
+            model = add_lora(model, lora)
+        weights = first_values(model, weights if isinstance(weights, Path) else None)
     numel = sum(p.numel() for p in model.parameters())
-    description = f"{type(model).__name__}, {origin} {folder}: {numel:,} parameters"
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    description = f"{name}, {origin} {folder}: {numel:,} parameters" + f", {trained:,} of them trained" * bool(lora)
     return LanguageModel(model, description, context, _loss_of(model), _logits_of(model), weights)
 
 

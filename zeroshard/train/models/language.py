@@ -44,12 +44,15 @@ class LanguageModel:
     def decayed(self) -> Iterator[nn.Parameter]:
         """Yield the parameters that weight decay suits, in order: matrices, but no embedding and no head tied to it."""
         embeddings = self._embeddings()
-        yield from (p for p in self.module.parameters() if p.ndim > 1 and p not in embeddings)
+        yield from (p for p in self._trained() if p.ndim > 1 and p not in embeddings)
 
     def undecayed(self) -> Iterator[nn.Parameter]:
         """Yield the other parameters, in order."""
         embeddings = self._embeddings()
-        yield from (p for p in self.module.parameters() if p.ndim <= 1 or p in embeddings)
+        yield from (p for p in self._trained() if p.ndim <= 1 or p in embeddings)
+
+    def _trained(self) -> Iterator[nn.Parameter]:
+        yield from (p for p in self.module.parameters() if p.requires_grad)
 
     def _embeddings(self) -> set[nn.Parameter]:
         return {cast(nn.Parameter, m.weight) for m in self.module.modules() if isinstance(m, nn.Embedding)}
@@ -65,15 +68,24 @@ def make_gpt(config: GPTConfig) -> LanguageModel:
 
 
 @torch.no_grad()
-def generate(model: LanguageModel, prompt: Tensor, *, numel: int, temperature: float = 0.8, seed: int = 0) -> Tensor:
+def generate(
+    model: LanguageModel,
+    prompt: Tensor,
+    *,
+    numel: int,
+    temperature: float = 0.8,
+    seed: int = 0,
+    share: Callable[[Tensor], Tensor] = lambda token: token,
+) -> Tensor:
     """Continue a prompt, token by token. Each token reads the last `context` ones anew: simple, and fast enough here.
 
     Args:
-        model: whole, not sharded: call this inside `zero.gathered()`.
+        model: whole, inside `zero.gathered()`; or sharded, if all ranks call this alike.
         prompt: (time,), int64, at least one token.
         numel: tokens to add.
         temperature: divides the logits; towards 0 the likeliest token is always taken.
         seed: of the draws.
+        share: returns the token that all ranks go on with.
 
     Returns:
         (time + numel,), int64, on the prompt's device.
@@ -83,5 +95,5 @@ def generate(model: LanguageModel, prompt: Tensor, *, numel: int, temperature: f
     for _ in range(numel):
         logits = model.compute_logits(tokens[-model.context :].unsqueeze(0))[0, -1]
         probabilities = torch.softmax(logits / max(temperature, 1e-6), dim=-1)
-        tokens = torch.cat([tokens, torch.multinomial(probabilities, 1, generator=draw)])
+        tokens = torch.cat([tokens, share(torch.multinomial(probabilities, 1, generator=draw))])
     return tokens

@@ -1,0 +1,131 @@
+"""Options of a save: who may read the files, the model alone, and the position in the data."""
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+import zeroshard as zs
+from zeroshard.checkpoint.verify import verify
+from zeroshard.testing import run_ranks
+
+from . import small
+
+
+def bits(path: Path) -> set[int]:
+    """Return the permission bits of the files in a folder."""
+    return {stat.S_IMODE(one.stat().st_mode) for one in path.iterdir()}
+
+
+@pytest.mark.parametrize(
+    ("umask", "mode", "of_files", "of_folder"),
+    [
+        (0o022, None, 0o644, 0o755),
+        (0o077, None, 0o600, 0o700),
+        (0o022, 0o600, 0o600, 0o700),
+        (0o077, 0o640, 0o640, 0o750),
+    ],
+)
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_who_may_read(
+    umask: int, mode: int | None, of_files: int, of_folder: int, asynchronous: bool, tmp_path: Path
+) -> None:
+    trainer = small.Small()
+    before = os.umask(umask)
+    try:
+        path = trainer.zero.save(tmp_path / "step-1", mode=mode, asynchronous=asynchronous)
+        trainer.zero.wait()
+    finally:
+        os.umask(before)
+    assert (bits(path), stat.S_IMODE(path.stat().st_mode)) == ({of_files}, of_folder)
+
+
+@pytest.mark.parametrize("mode", [0o400, 0o1777, -1])
+def test_a_mode_without_its_owner_is_refused(mode: int, tmp_path: Path) -> None:
+    with pytest.raises(zs.CheckpointError, match="mode takes permission bits"):
+        small.Small().zero.save(tmp_path / "step-1", mode=mode)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_model_alone(tmp_path: Path) -> None:
+    trainer, other = small.Small(1).train(3), small.Small()
+    whole, path = trainer.zero.save(tmp_path / "whole"), trainer.zero.save(tmp_path / "best", {"a": 1}, model_only=True)
+    verify(path)
+    sizes = [sum(one.stat().st_size for one in folder.iterdir()) for folder in (path, whole)]
+    assert sizes[0] < 0.6 * sizes[1]
+    with pytest.raises(zs.CheckpointError, match="only_model=True"):
+        other.zero.load(path)
+    assert other.zero.load(path, model_only=True).extra == {"a": 1}
+    with trainer.zero.gathered():
+        expected = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+    with other.zero.gathered():
+        assert all(torch.equal(value, expected[name]) for name, value in other.model.state_dict().items())
+
+
+DATA = TensorDataset(torch.arange(24))
+
+
+def read(loader: zs.Resumable, count: int) -> list[list[int]]:
+    """Read batches, over ends of epochs."""
+    found: list[list[int]] = []
+    while len(found) < count:
+        for (batch,) in loader:
+            found.append(batch.tolist())
+            if len(found) == count:
+                break
+    return found
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_batches_continue_where_they_were_saved(workers: int, tmp_path: Path) -> None:
+    def make() -> zs.Resumable:
+        return zs.Resumable(DataLoader(DATA, batch_size=3, shuffle=True, num_workers=workers))
+
+    torch.manual_seed(3)
+    zero, loader = zs.shard(torch.nn.Linear(2, 2)), make()
+    batches, found = iter(loader), []
+    for _ in range(5):
+        found.append(next(batches)[0].tolist())
+    path = zero.save(tmp_path / "step-5", {"mine": 1}, loader=loader)
+    expected = [batch[0].tolist() for batch in batches] + read(loader, 4)
+    torch.manual_seed(9)
+    again = make()
+    assert zero.load(path, loader=again).extra == {"mine": 1}
+    assert read(again, len(expected)) == expected
+    assert again.epoch == 1
+    assert zero.load(path).extra == {"mine": 1}
+
+
+def part(folder: str, loads: bool) -> list[list[int]]:
+    """Read five batches and save, or load and read the rest of the epoch."""
+    mesh = zs.init(seed=1)
+    zero = zs.shard(torch.nn.Linear(2, 2))
+    sampler: DistributedSampler[object] = DistributedSampler(DATA, mesh.world_size, mesh.rank, seed=4)
+    loader = zs.Resumable(DataLoader(DATA, batch_size=2, sampler=sampler))
+    if loads:
+        zero.load(f"{folder}/step-1", loader=loader)
+        return [batch.tolist() for (batch,) in loader]
+    batches = iter(loader)
+    found = [next(batches)[0].tolist() for _ in range(3)]
+    zero.save(f"{folder}/step-1", loader=loader)
+    return found
+
+
+def test_other_ranks_read_what_is_left(tmp_path: Path) -> None:
+    first = run_ranks(part, 2, str(tmp_path), False)
+    for ranks in (1, 2):
+        rest = run_ranks(part, ranks, str(tmp_path), True)
+        numbers = sorted(number for of_rank in (*first, *rest) for batch in of_rank for number in batch)
+        assert numbers == list(range(24))
+
+
+def test_what_has_no_position_is_refused(tmp_path: Path) -> None:
+    zero = zs.shard(torch.nn.Linear(2, 2))
+    with pytest.raises(TypeError, match=r"zs.Resumable\(loader\)"):
+        zero.save(tmp_path / "a", loader=DataLoader(DATA))  # type: ignore[arg-type]
+    path = zero.save(tmp_path / "b")
+    with pytest.raises(zs.CheckpointError, match="saved without loader="):
+        zero.load(path, loader=zs.Resumable(DataLoader(DATA)))

@@ -1,0 +1,1 @@
+"""Islands: local updates and exchanges between them."""

@@ -1,0 +1,102 @@
+"""Launches of real training that exchange through a mailbox: against one process, and repeated from their logs."""
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zeroshard as zs
+from zeroshard.outer.island_log import replay
+from zeroshard.testing import run_ranks
+
+from .islands import at_once, mailbox, secret_in
+
+EVERY, STEPS = 3, 9
+
+
+def make_model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 3))
+
+
+def batch(island: str, rank: int, step: int) -> torch.Tensor:
+    return torch.randn(4, 6, generator=torch.Generator().manual_seed(1000 * ord(island) + 10 * step + rank))
+
+
+def train_island(options: zs.Outer, stage: int, precision: Any) -> dict[str, torch.Tensor]:
+    """Train an island and return its weights. Runs on each rank."""
+    zs.init()
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    zero = zs.shard(model, optimizer, stage=stage, precision=precision, outer=options)
+    held = zero.memory().resident_bytes
+    assert sum(nbytes for column, nbytes in held.items() if "host" in column) > 0, held
+    for step in range(STEPS):
+        model(batch(options.island, zero.mesh.rank, step)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    zero.finish()
+    zero.check_copies()
+    with zero.gathered():
+        return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def launch(options: zs.Outer, ranks: int, stage: int, precision: str = "fp32") -> Any:
+    found, *others = run_ranks(train_island, ranks, options, stage, precision, process_group=ranks > 1)
+    assert all(torch.equal(found[name], other[name]) for other in others for name in found)
+    return found
+
+
+def plain(ranks: int) -> dict[str, torch.Tensor]:
+    """The oracle: two copies in one process, whose changes are added in the order of islands."""
+    models = {name: make_model() for name in "ab"}
+    optimizers = {name: torch.optim.AdamW(model.parameters(), lr=0.01) for name, model in models.items()}
+    anchors = [parameter.detach().clone() for parameter in models["a"].parameters()]
+    for step in range(STEPS):
+        for name, model in models.items():
+            for rank in range(ranks):
+                (model(batch(name, rank, step)).square().mean() / ranks).backward()
+            optimizers[name].step()
+            optimizers[name].zero_grad()
+        if (step + 1) % EVERY == 0:
+            with torch.no_grad():
+                for anchor, first, second in zip(anchors, *(m.parameters() for m in models.values()), strict=True):
+                    anchor += ((first - anchor) + (second - anchor)) * 0.5
+                    first.copy_(anchor)
+                    second.copy_(anchor)
+    return models["a"].state_dict()
+
+
+@pytest.mark.parametrize(("ranks", "stage"), [(1, 3), (2, 1), (2, 3)])
+def test_waiting_islands_have_the_bits_of_one_process(ranks: int, stage: int, tmp_path: Path) -> None:
+    with mailbox(tmp_path) as box:
+        asked = partial(zs.Outer, islands=2, every=EVERY, address=box.address, secret_file=secret_in(tmp_path))
+        first, second = at_once(*(partial(launch, asked(island=name), ranks, stage) for name in "ab"))
+    expected = plain(ranks)
+    for name, value in expected.items():
+        assert torch.equal(first[name], second[name])
+        if ranks == 1:
+            assert torch.equal(first[name], value)
+        else:
+            torch.testing.assert_close(first[name], value, rtol=0, atol=1e-6)
+
+
+def test_islands_that_do_not_wait_are_repeated_from_their_logs_bit_for_bit(tmp_path: Path) -> None:
+    with mailbox(tmp_path) as box:
+        asked = partial(
+            zs.Outer,
+            islands=2,
+            every=1,
+            staleness=None,
+            address=box.address,
+            secret_file=secret_in(tmp_path),
+            log=tmp_path / "log",
+        )
+        runs = at_once(*(partial(launch, asked(island=name), 2, 3, "bf16") for name in "ab"))
+    assert all(replay(tmp_path / "log" / f"{name}-{rank}").changes > 0 for name in "ab" for rank in (0, 1))
+    again = launch(replace(asked(island="a"), log=None, replay=tmp_path / "log"), 2, 3, "bf16")
+    assert all(torch.equal(runs[0][name], again[name]) for name in again)

@@ -1,0 +1,157 @@
+"""`zeroshard generate` and `evaluate`: what a sharded model writes and scores is what a plain one does."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import zeroshard as zs
+from zeroshard.testing import run_ranks
+from zeroshard.train.config import SettingsError, load_config
+from zeroshard.train.loop import train
+from zeroshard.train.models.gpt import GPT, GPTConfig
+from zeroshard.train.using import check_run, continue_prompt, describe_scores, load_run, read_questions, score
+
+CONTEXT = 16
+TEXT = "The class statement defines a class; a class is an object. " * 9
+QUESTIONS = [
+    {"question": "The class ", "choices": ["statement", "zq"], "answer": 0},
+    {"question": "a class is an ", "choices": ["xx", "object", "yy"], "answer": 1},
+    {"question": "defines ", "choices": ["a class", "0"], "answer": 1},
+]
+
+
+class _Nobody:
+    """A reporter that listens to nothing."""
+
+    def started(self, *told):
+        pass
+
+    stepped = evaluated = saving = saved = finished = started
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a short run, with a text and questions beside it."""
+    root = tmp_path_factory.mktemp("using")
+    settings = [
+        "model.depth=1", f"model.context={CONTEXT}", "train.steps=30", "train.eval_bytes=200", "run.sample_bytes=0",
+        "run.ranks=1", f"run.folder={root}",
+    ]  # fmt: skip
+    train(load_config(overrides=settings), _Nobody())
+    (root / "text.txt").write_text(TEXT)
+    (root / "questions.jsonl").write_text("".join(f"{json.dumps(one)}\n" for one in QUESTIONS))
+    return root / "default"
+
+
+def plain(folder: Path) -> GPT:
+    """Return the run's model in this process, without shards."""
+    model = GPT(GPTConfig(1, CONTEXT))
+    zero = zs.shard(model, stage=0)
+    zero.load(zs.latest(folder), model_only=True)
+    zero.detach()
+    return model.eval()
+
+
+@torch.no_grad()
+def nats_of(model: GPT, text: bytes, count: int) -> float:
+    """Return the nats of the last `count` bytes of a text, one forward a byte."""
+    tokens, total = torch.tensor(list(text)), 0.0
+    for place in range(len(tokens) - count, len(tokens)):
+        logits = model(tokens[None, max(0, place - CONTEXT) : place])[0, -1]
+        total += float(F.cross_entropy(logits, tokens[place]))
+    return total
+
+
+def use(folder: str, stage: int) -> tuple[str, dict[str, float]]:
+    """Return what a run's model writes, and what it scores. Runs on a rank."""
+    root = Path(folder).parent
+    with load_run(Path(folder), stage=stage) as loaded:
+        text = continue_prompt(loaded, "The ", tokens=24, temperature=0.7, seed=3)
+        return text, dict(score(loaded, str(root / "text.txt"), str(root / "questions.jsonl"), column="text"))
+
+
+@torch.no_grad()
+def expected(folder: Path) -> tuple[str, dict[str, float]]:
+    """Return the same from a plain model."""
+    model, draw, tokens = plain(folder), torch.Generator().manual_seed(3), torch.tensor(list(b"The "))
+    for _ in range(24):
+        probabilities = torch.softmax(model(tokens[None, -CONTEXT:])[0, -1] / 0.7, -1)
+        tokens = torch.cat([tokens, torch.multinomial(probabilities, 1, generator=draw)])
+    text, data = bytes(tokens.tolist()).decode(errors="replace"), torch.tensor(list(TEXT.encode()))
+    nats = 0.0
+    for start in range(0, len(data) - 1, CONTEXT):  # windows without an overlap
+        inputs, targets = data[start : start + CONTEXT], data[start + 1 : start + CONTEXT + 1]
+        nats += float(F.cross_entropy(model(inputs[None, : len(targets)])[0], targets, reduction="sum"))
+    scored = len(data) - 1
+    right = []
+    for one in QUESTIONS:
+        sums = [_choice_nats(model, one["question"], choice) for choice in one["choices"]]
+        by_byte = [total / len(choice) for total, choice in zip(sums, one["choices"], strict=True)]
+        right.append([each.index(min(each)) == one["answer"] for each in (sums, by_byte)])
+    return text, {
+        "step": 30,
+        "nats_per_token": nats / scored,
+        "perplexity": math.exp(nats / scored),
+        "bits_per_byte": nats / scored / math.log(2),
+        "tokens": scored,
+        "bytes": scored,
+        "accuracy": sum(first for first, _ in right) / len(right),
+        "accuracy_by_byte": sum(second for _, second in right) / len(right),
+        "questions": len(right),
+    }
+
+
+def _choice_nats(model: GPT, question: str, choice: str) -> float:
+    tokens = torch.tensor(list((question + choice).encode()))[-CONTEXT - 1 :]
+    logits = model(tokens[None, :-1])[0]
+    return float(F.cross_entropy(logits[-len(choice) :], tokens[-len(choice) :], reduction="sum"))
+
+
+@pytest.mark.parametrize("stage", [3, *(pytest.param(n, marks=pytest.mark.rotates) for n in (0, 1, 2))])
+def test_two_ranks_write_and_score_as_a_plain_loop(stage: int, folder: Path) -> None:
+    text, scores = expected(folder)
+    for told_text, told in run_ranks(use, 2, str(folder), stage):
+        assert told_text == text
+        assert told == pytest.approx(scores, rel=1e-5)
+
+
+def test_scores_are_told() -> None:
+    scores = {"step": 3, "nats_per_token": 1.0, "perplexity": math.e, "bits_per_byte": 1.5, "tokens": 10, "bytes": 12}
+    text = describe_scores({**scores, "accuracy": 0.5, "accuracy_by_byte": 0.25, "questions": 4})
+    assert "1.5000 bits per byte, perplexity 2.718, loss 1.0000 nats a token, on 10 tokens of 12 bytes" in text
+    assert "50.0% right, 25.0% by probability a byte, of 4 questions" in text
+    assert json.loads(describe_scores(scores, as_json=True)) == scores
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("{", "line 1"),
+        ('{"question": "q", "choices": ["a"]}', "answer"),
+        ('{"question": "q", "choices": ["a", "b"], "answer": 2}', "answer=2 must be a place among its 2 choices"),
+        ('{"question": "", "choices": ["a", "b"], "answer": 0}', "no text may be empty"),
+        ("", "has no question"),
+    ],
+)
+def test_what_is_no_question_is_named(line: str, words: str, tmp_path: Path) -> None:
+    path = tmp_path / "questions.jsonl"
+    path.write_text(line)
+    with pytest.raises(ValueError, match=words):
+        read_questions(str(path))
+
+
+def test_what_is_no_run_is_named(tmp_path: Path, folder: Path) -> None:
+    with pytest.raises(ValueError, match=r"is not the folder of a run: it has no config\.toml"):
+        check_run(tmp_path, 3)
+    (tmp_path / "config.toml").write_text("")
+    with pytest.raises(ValueError, match="has no checkpoint yet"):
+        check_run(tmp_path, 3)
+    with pytest.raises(ValueError, match="--stage must be 0, 1, 2 or 3, got 4"):
+        check_run(folder, 4)
+    assert check_run(zs.latest(folder), 3)[1] == zs.latest(folder)
+    with pytest.raises(SettingsError, match="has no token"), load_run(folder, stage=0) as loaded:
+        continue_prompt(loaded, "", tokens=1, temperature=0, seed=1)

@@ -1,0 +1,180 @@
+"""The position in the data, saved with a checkpoint: of any loader or sampler with a `state_dict`, and of torch's own.
+
+Owns `Resumable`, which gives a `DataLoader` of torch a state, and the exchange of the ranks' states, which differ. It
+must not know files: a checkpoint holds the states among its `extra`. Read `Resumable` first.
+
+Note: exactly
+    A loader of torch draws the seed of its sampler and of its workers when an epoch begins. The state of torch's
+    generator at that moment, and the number of batches read since, are therefore the position. A resume draws and drops
+    that many batches, and then gives the generator back the state that the checkpoint had: also what the dataset draws
+    is that of an uninterrupted run.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any, Final, Generic, Protocol, TypeVar, final
+
+import torch
+from torch.utils.data import DataLoader
+
+from zeroshard.checkpoint.values import decode, encode
+from zeroshard.join.start import accepted_by_all, texts_across_ranks
+from zeroshard.table.errors import CheckpointError
+from zeroshard.wire.mesh import Mesh
+
+__all__ = ["Resumable", "Stateful", "restore", "states_of"]
+
+_T = TypeVar("_T")
+LOADER: Final = "zeroshard.loader"
+"""The key of the states among a checkpoint's `extra`, which `load` takes out again."""
+
+
+class Stateful(Protocol):
+    """What has a position: torchdata's `StatefulDataLoader`, a `zs.Resumable`, or a sampler of the user's."""
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """Return the position: numbers, strings, lists, mappings, small tensors."""
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Continue from a position."""
+
+
+@final
+class Resumable(Generic[_T]):
+    """A data loader of torch that continues where a checkpoint was saved: same epoch, same batch, same order.
+
+    Pass it to `zero.save(path, loader=...)` and `zero.load(path, loader=...)`. At the start of each epoch it calls
+    `set_epoch` of the sampler, if there is one. With a `DistributedSampler` the number of ranks may change between the
+    two: the samples that all ranks have read together are not read again, to a batch. With other samplers it may not.
+
+    Args:
+        loader: a `DataLoader` over a dataset with or without an index.
+
+    ```python
+    import torch, zeroshard as zs
+    from torch.utils.data import DataLoader, TensorDataset
+
+    data = TensorDataset(torch.arange(6))
+    loader = zs.Resumable(DataLoader(data, batch_size=2, shuffle=True))
+    batches = iter(loader)
+    first, position = next(batches), loader.state_dict()
+    rest = list(batches)
+    loader.load_state_dict(position)
+    assert all(torch.equal(one[0], other[0]) for one, other in zip(loader, rest, strict=True))
+    ```
+    """
+
+    def __init__(self, loader: DataLoader[_T]) -> None:
+        self.loader = loader
+        self.epoch = 0
+        """The number of whole epochs that were read."""
+        self._read, self._start = 0, torch.get_rng_state()
+        self._resumes = False
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[_T]:
+        sampler: Any = getattr(self.loader, "sampler", None)
+        if hasattr(sampler, "set_epoch"):
+            sampler.set_epoch(self.epoch)
+        skipped, now = (self._read, torch.get_rng_state()) if self._resumes else (0, None)
+        self._resumes = False
+        if now is not None:
+            torch.set_rng_state(self._start)
+        self._start, self._read = torch.get_rng_state(), skipped
+        batches = iter(self.loader)
+        for _ in range(skipped):
+            next(batches, None)
+        if now is not None:
+            torch.set_rng_state(now)
+        for batch in batches:
+            self._read += 1
+            yield batch
+        self.epoch, self._read = self.epoch + 1, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position: the epoch, the batches read of it, and the generator's state when it began."""
+        size = self.loader.batch_size
+        return {"epoch": self.epoch, "batches": self._read, "batch_size": size, "generator": self._start.clone()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Continue from a position: the next iteration begins there."""
+        self.epoch, self._read = int(state_dict["epoch"]), int(state_dict["batches"])
+        self._start, self._resumes = state_dict["generator"], True
+
+    def take_over(self, states: list[Mapping[str, Any]], ranks: int) -> None:
+        """Continue from the positions of another number of ranks.
+
+        Args:
+            states: of all ranks that saved.
+            ranks: the number of ranks now.
+
+        Raises:
+            CheckpointError: the position cannot be divided: ranks draw their samples apart from each other.
+        """
+        positions = {(one["epoch"], one["batches"], one["batch_size"]) for one in states}
+        size: Any = self.loader.batch_size
+        if (
+            len(positions) > 1
+            or None in (size, states[0]["batch_size"])
+            or not hasattr(self.loader.sampler, "set_epoch")
+        ):
+            raise CheckpointError(
+                f"The loader was saved by {len(states)} ranks, and there are {ranks}: use as many ranks, or a "
+                "DistributedSampler, whose ranks share one order. zero.load() without loader= starts its epoch anew."
+            )
+        ((epoch, batches, batch_size),) = positions
+        here = batches * batch_size * len(states) // (size * ranks)
+        self.load_state_dict({"epoch": epoch, "batches": here, "generator": states[0]["generator"]})
+
+
+def states_of(mesh: Mesh, loader: Stateful, extra: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `extra` with the states of all ranks' loaders, equal on all ranks.
+
+    Raises:
+        TypeError: the loader has no state; the text says what has one.
+        CheckpointError: the state has a value that a checkpoint cannot hold.
+        RankMismatchError: either was raised on another rank.
+
+    Collective: all-gathers of some bytes; every rank must call.
+    """
+    with accepted_by_all(mesh, "zero.save(loader=)"):
+        refuse_stateless(loader, "state_dict")
+        text = json.dumps(encode(dict(loader.state_dict()), "loader"))
+    return {**extra, LOADER: [decode(json.loads(one), "loader") for one in texts_across_ranks(mesh, text)]}
+
+
+def restore(mesh: Mesh, loader: Stateful | None, extra: dict[str, Any], path: object) -> None:
+    """Take the states of loaders out of `extra`, and give this rank's to its loader.
+
+    Raises:
+        TypeError: the loader cannot load a state.
+        CheckpointError: the checkpoint has no position, or one of another number of ranks.
+    """
+    states = extra.pop(LOADER, None)
+    if loader is None:
+        return
+    refuse_stateless(loader, "load_state_dict")
+    if not isinstance(states, list) or not states:
+        raise CheckpointError(
+            f"{path} was saved without loader=, so it has no position in the data; leave loader= out."
+        )
+    if len(states) == mesh.world_size:
+        loader.load_state_dict(states[mesh.rank])
+    elif isinstance(loader, Resumable):
+        loader.take_over(states, mesh.world_size)
+    else:
+        raise CheckpointError(
+            f"{path} has the positions of {len(states)} ranks in the data, and there are {mesh.world_size}: a "
+            f"{type(loader).__name__} cannot be divided. Use as many ranks, or zero.load() without loader=."
+        )
+
+
+def refuse_stateless(loader: object, method: str) -> None:
+    """Raise TypeError for a loader without a state."""
+    if not callable(getattr(loader, method, None)):
+        raise TypeError(
+            f"loader= takes what has state_dict() and load_state_dict(), such as a StatefulDataLoader of torchdata; "
+            f"got a {type(loader).__name__}. Wrap a DataLoader of torch: zs.Resumable(loader)."
+        )

@@ -1,0 +1,76 @@
+"""Islands as the handle of a model sees them, whichever way they exchange.
+
+Owns that interface, and the count of steps. It must not know exchanges: `islands.py` has those of one launch, and
+`mailed.py` those of launches of their own.
+"""
+
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from zeroshard.core.engine import Engine
+from zeroshard.table.trace import Memory
+from zeroshard.update.optimizer import ShardedOptimizer
+
+__all__ = ["Apart"]
+
+
+class Apart(ABC):
+    """A model that an island trains by itself.
+
+    Args:
+        optimizers: the model's, including those attached later.
+    """
+
+    def __init__(self, engine: Engine, optimizers: Sequence[ShardedOptimizer]) -> None:
+        self._engine, self._optimizers = engine, optimizers
+        self.steps = 0
+        """Steps so far, skipped ones included."""
+        self._seen = 0
+
+    def follow(self, one: ShardedOptimizer) -> None:
+        """Count the steps of an optimizer of the model."""
+        self._engine.undo.keep(one.optimizer.register_step_post_hook(self._after_step))
+
+    def count(self) -> int:
+        """Return the steps that each optimizer of the model has made."""
+        return min((one.steps for one in self._optimizers), default=0)
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        # The hook also runs after a step of the class that an optimizer extends, and after that of each optimizer.
+        if (count := self.count()) <= self._seen:
+            return
+        self._seen = count
+        self.steps += 1
+        self.exchange()
+
+    @abstractmethod
+    def exchange(self) -> None:
+        """Begin and end the exchanges that are due after this step."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Exchange what was not exchanged yet. See `Zero.finish`."""
+
+    @abstractmethod
+    def loaded(self) -> None:
+        """Go on after `Zero.load`."""
+
+    @abstractmethod
+    def counted(self, memory: Memory) -> Memory:
+        """Return `memory` with what islands keep besides the engine's state."""
+
+    @abstractmethod
+    def sent_bytes(self) -> Counter[str]:
+        """Return the bytes that this rank has sent to other islands, by kind as in `Traffic`."""
+
+    @abstractmethod
+    def check_copies(self) -> None:
+        """Raise on every rank unless what islands have in common is equal. See `Zero.check_copies`."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End the connections, when no rank uses them any more."""

@@ -1,0 +1,87 @@
+"""An island that is a launch of its own: its model exchanges through a mailbox.
+
+Owns when the model of `zs.shard(outer=)` exchanges so, and what it counts. It must not know sockets. Read `apart.py`
+and `island_exchange.py` first.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import final
+
+import torch
+
+from zeroshard.core.engine import Engine
+from zeroshard.outer.apart import Apart
+from zeroshard.outer.island_model import join_islands
+from zeroshard.outer.island_source import Logged
+from zeroshard.outer.options import CELLS, Outer
+from zeroshard.table.bytes import add_bytes
+from zeroshard.table.trace import Memory
+from zeroshard.update.optimizer import ShardedOptimizer
+
+__all__ = ["Mailed"]
+
+
+@final
+class Mailed(Apart):
+    """The island of a model, seen from this rank.
+
+    Args:
+        options: with an address.
+        optimizers: the model's, including those attached later.
+        known: those that `zs.shard` was given, whose classes must be equal on all islands.
+
+    Raises:
+        MailboxError: on every rank; the mailbox cannot be reached, or refuses this island.
+
+    Collective: see `join_islands`; every rank of this island must call.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        options: Outer,
+        optimizers: Sequence[ShardedOptimizer],
+        known: Sequence[torch.optim.Optimizer],
+    ) -> None:
+        super().__init__(engine, optimizers)
+        source = None
+        if options.replay is not None:
+            source = Logged(Path(options.replay) / f"{options.island}-{engine.mesh.rank}", options.island)
+        self._island = join_islands(engine, options.alone(), optimizers=known, source=source)
+
+    def exchange(self) -> None:
+        """See `Apart`."""
+        self._island.after_step()
+
+    def finish(self) -> None:
+        """See `Apart`: puts what was not put yet, and leaves; nobody waits for this island afterwards."""
+        self._engine.leave_passes("zero.finish()")
+        self._island.finish()
+
+    def loaded(self) -> None:
+        """See `Apart`: the optimizer continues as it was saved, and the parameters are the anchors of the mailbox."""
+        self._seen = self.count()
+        self._island.come_back()
+
+    def counted(self, memory: Memory) -> Memory:
+        """See `Apart`."""
+        nbytes = self._island.nbytes
+        found = [dict(columns) for columns in (memory.resident_bytes, memory.peak_bytes, memory.predicted_bytes)]
+        for columns in found:
+            counted = Counter(columns)
+            add_bytes(counted, "states", CELLS["host"], (nbytes, 0))
+            columns.update(counted)
+        return Memory(*found)
+
+    def sent_bytes(self) -> Counter[str]:
+        """See `Apart`: changes are no message between ranks; the logs of island and mailbox have them."""
+        return Counter()
+
+    def check_copies(self) -> None:
+        """See `Apart`: islands that do not wait have no values in common."""
+
+    def close(self) -> None:
+        """See `Apart`."""
+        self._island.close()

@@ -1,0 +1,171 @@
+"""What islands have in common when they are made: options, models, and the values of the first island.
+
+Owns the checks of `zs.shard(outer=)`, and the first values. It must not know exchanges. Read `places.py` first.
+"""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, final
+
+import torch
+from torch import nn
+
+from zeroshard.core.engine import Engine
+from zeroshard.join.start import accepted_by_all
+from zeroshard.optim.admission import check_optimizers
+from zeroshard.optim.whole import whole_of
+from zeroshard.outer.apart import Apart
+from zeroshard.outer.islands import Islands
+from zeroshard.outer.mailed import Mailed
+from zeroshard.outer.options import Outer
+from zeroshard.outer.places import split
+from zeroshard.setup.equal import check_equal
+from zeroshard.setup.request import Described
+from zeroshard.store.stored import is_stored
+from zeroshard.update.optimizer import ShardedOptimizer
+from zeroshard.wire.comm import Comm
+from zeroshard.wire.mesh import Mesh
+
+__all__ = ["Start"]
+
+Tensor = torch.Tensor
+PIECE_NUMEL = 1 << 20
+"""Elements of a tensor in a file that are sent at a time."""
+
+
+@final
+class Start:
+    """What `zs.shard` does for islands, before it has made an engine; nothing without `outer=`.
+
+    Args:
+        options: the argument `outer=`.
+        asked: the argument `mesh=`.
+        domain: its ranks.
+
+    Raises:
+        TypeError, ValueError: the mesh has no islands; see `split`.
+    """
+
+    def __init__(self, options: Outer | None, asked: Any, domain: Mesh) -> None:
+        self._options = options
+        self._comm: Comm | None = None
+        self.across: Mesh | None = None
+        """This rank and its counterparts on the other islands; None without islands."""
+        self.asked, self.own, self.launch = asked, domain, domain
+        """What `mesh=` means on this island, its ranks, and the ranks of all islands."""
+        self._known: Sequence[torch.optim.Optimizer] = ()
+        if options is not None and not getattr(options, "address", ""):
+            found = split(asked, domain)
+            self.asked, self.own, self.launch, self.across = found.asked, found.own, found.launch, found.across
+
+    def check(self, described: Described) -> None:
+        """Raise ValueError or TypeError unless islands can exchange the described model."""
+        self._known = described.optimizers
+        if self._options is not None:
+            _check_outer(self._options, described)
+
+    def connect(self, comm: Comm) -> None:
+        """Take what connects this rank with its counterparts."""
+        self._comm = comm
+
+    def together(self) -> AbstractContextManager[None]:
+        """Return a context in which an error of one island is an error of all."""
+        return nullcontext() if self._comm is None else accepted_by_all(self.launch, "zs.shard()")
+
+    def compare(self, facts: Sequence[str]) -> None:
+        """Raise on all islands unless all have equal models and options. Collective: as `check_equal`.
+
+        Args:
+            facts: lines that the ranks of an island have compared already.
+        """
+        if self._options is not None and self._comm is not None:
+            check_equal(self._comm.mesh, self._comm, [*_facts_of(self._options), *facts])
+
+    def islands(self, engine: Engine, model: nn.Module, optimizers: Sequence[ShardedOptimizer]) -> Apart | None:
+        """Give all islands the first values of the first one, and return them.
+
+        Collective: broadcasts of this rank's shards, and of buffers; every rank of all islands must call. An island
+        that is a launch of its own: see `Mailed`.
+        """
+        if self._options is not None and self._options.is_alone:
+            return Mailed(engine, self._options, optimizers, self._known)
+        if self._options is None or self._comm is None:
+            return None
+        _align(engine, model, self._comm)
+        return Islands(engine, self._comm, self._options, optimizers)
+
+
+def _check_outer(options: object, described: Described) -> None:
+    """Raise unless islands can exchange a model as the options say.
+
+    Raises:
+        TypeError, ValueError: an option, or the outer optimizer, is not supported; the text says why.
+    """
+    if not isinstance(options, Outer):
+        raise TypeError(f"outer must be a zs.Outer; got {options!r}. Write outer=zs.Outer(every=50).")
+    options.check()
+    for name, module in described.model.named_modules():
+        if isinstance(module, nn.SyncBatchNorm) and module.process_group is None:
+            raise ValueError(
+                f"Module '{name}' is a SyncBatchNorm over all ranks of the launch, so islands would wait for each "
+                "other in each forward. Give it a process group of the ranks of an island, or use BatchNorm."
+            )
+    trained = [unit for unit in described.units if unit.reduced]
+    if len(trained) < options.fragments:
+        raise ValueError(
+            f"Outer(fragments={options.fragments}), but the model has {len(trained)} unit(s) with trained parameters, "
+            "and units are not cut. Use fewer fragments, or name smaller units with units=."
+        )
+    if (optimizer := _trial(options)) is not None:
+        if whole_of(optimizer) is not None:
+            raise ValueError(
+                f"Outer(optimizer=): {type(optimizer).__name__} needs whole matrices, and anchors are sharded. Use an "
+                "element-wise optimizer, such as torch.optim.SGD."
+            )
+        names = {id(one): "an anchor" for group in optimizer.param_groups for one in group["params"]}
+        check_optimizers(names, [optimizer], described.settings.elementwise, is_cut=True)
+
+
+def _trial(options: Outer) -> torch.optim.Optimizer | None:
+    """Return an outer optimizer of small anchors; None for the average."""
+    return options.make(
+        [nn.Parameter(torch.zeros(2, dtype=torch.float32, device="cpu")) for _ in range(options.fragments)]
+    )
+
+
+def _facts_of(options: Outer) -> list[str]:
+    """Return the facts of an exchange that must be equal on all islands, one per line."""
+    fields = ("every", "fragments", "delay", "mix", "bits", "memory")
+    lines = ["outer: " + ", ".join(f"{name}={getattr(options, name)!r}" for name in fields)]
+    optimizer = _trial(options)
+    for group in optimizer.param_groups if optimizer is not None else ():
+        settings = ", ".join(f"{key}={value}" for key, value in sorted(group.items()) if key != "params")
+        lines.append(f"outer optimizer: {type(optimizer).__name__}, {settings}")
+    return lines
+
+
+def _align(engine: Engine, model: nn.Module, comm: Comm) -> None:
+    """Give all islands the parameters and buffers of the first one.
+
+    Args:
+        comm: connects this rank with its counterparts.
+
+    Collective: broadcasts of this rank's shards, and of buffers; every rank of all islands must call.
+    """
+    for unit in engine.units:
+        for bucket in unit.buckets:
+            what = f"the first values of {unit} on all islands"
+            for values in (bucket.array(), bucket.full if bucket.spec.is_whole else bucket.shard):
+                for piece in _pieces(values.detach()):
+                    sent = piece.clone() if is_stored(piece) else piece
+                    comm.broadcast(sent, what, "start")
+                    if sent is not piece:
+                        piece.copy_(sent)
+            bucket.changes.accept()
+    for name, tensor in model.named_buffers():
+        comm.broadcast(tensor.data, f"buffer '{name}' on all islands", "start")
+    engine.order.barrier("the first values of all islands")
+
+
+def _pieces(values: Tensor) -> Sequence[Tensor]:
+    return values.split(PIECE_NUMEL) if is_stored(values) else [values]
