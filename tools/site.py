@@ -168,12 +168,12 @@ def members(modules: list[str]) -> str:
 
 
 def configuration() -> str:
-    """Return the page of the settings of `zeroshard train`, from the classes of `train/config.py`."""
+    """Return the page of the settings of `zeroshard train`, from the classes of `train/settings.py`."""
     tables = []
-    module = ast.parse((ROOT / "zeroshard" / "train" / "config.py").read_text()).body
+    module = ast.parse((ROOT / "zeroshard" / "train" / "settings.py").read_text()).body
     constants = {ast.unparse(node.target): node.value for node in module if isinstance(node, ast.AnnAssign)}
     for node in module:
-        if not (isinstance(node, ast.ClassDef) and [ast.unparse(base) for base in node.bases] == ["_Section"]):
+        if not (isinstance(node, ast.ClassDef) and [ast.unparse(base) for base in node.bases] == ["Section"]):
             continue
         rows = [row for statement in node.body if (row := setting(statement, constants))]
         if rows and node.name != "Config":
@@ -215,11 +215,16 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
         {"Modules": [f"reference/{name}.md" for name in ("optim", "integrations", "testing")]},
         {"Formats": ["reference/configuration.md", "checkpoints.md", "compatibility.md"]},
     ]
-    for entry in config.nav or []:
+    nav: list[Any] = config.nav or []
+    for entry in nav:
         if entry.get("Examples") == "EXAMPLES":
             entry["Examples"] = ["examples.md", *(f"examples/{path.stem}.md" for path in examples())]
         if entry.get("Reference") == "REFERENCE":
             entry["Reference"] = reference
+    listed = json.dumps(nav)
+    others = [path.name for path in sorted((ROOT / "docs").glob("*.md")) if f'"{path.name}"' not in listed]
+    if others:
+        nav[1]["Guide"].append({"More": others})
     return config
 
 

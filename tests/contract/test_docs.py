@@ -117,7 +117,8 @@ def command_line(words: list[str]) -> typer.Typer:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(sys, "argv", words)
         patched.setattr(typer.Typer, "__call__", lambda app, *args, **options: made.append(app))
-        cli.main()
+        with contextlib.suppress(SystemExit):
+            cli.main()
     return made[0]
 
 
