@@ -59,7 +59,7 @@ def test_a_broken_link_is_found(tmp_path: Path) -> None:
 
 
 PROGRAMS = [name_of(page) for page in PAGES if examples(page.read_text())]
-RANKS = MappingProxyType({"docs/meshes.md": 4})
+RANKS = MappingProxyType({"docs/meshes.md": 4, "docs/outer.md": 4})
 """On how many ranks the programs of a page run, if not in one process."""
 ELSEWHERE = MappingProxyType(
     {
