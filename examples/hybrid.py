@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 4 examples/hybrid.py
 
-`mesh=2` keeps two copies of the sharded state, each over half of the ranks, which should be the ranks of one host:
+`replicas=2` keeps two copies of the sharded state, each over half of the ranks, best the ranks of one host:
 gathers then stay inside a host, and only sums of gradient shards cross between hosts. A rank holds as much as with half
 of the ranks.
 """
@@ -24,7 +24,7 @@ def main(copies: int = 2, steps: int = 5) -> tuple[list[float], int]:
     ranks = zs.init(seed=0)
     model = build().to(ranks.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    zero = zs.shard(model, optimizer, stage=3, mesh=copies)
+    zero = zs.shard(model, optimizer, stage=3, replicas=copies)
     losses = []
     for step in range(steps):
         generator = torch.Generator().manual_seed(100 * step + ranks.rank)  # every rank has data of its own

@@ -25,7 +25,7 @@ PRELOAD = ("pytest", "tests.warm")
 PRELOAD_OF_TRANSFORMERS = "tests.integrations.tiny"
 """Its models take 2 s, so that the server has them only if a test that was collected needs them."""
 # Folders and files of tests/ that run no ranks: `make check` and planted bugs need not wait for a server.
-WITHOUT_RANKS = ("contract", "store", "table", "test_durability")
+WITHOUT_RANKS = ("contract", "site", "store", "table", "test_durability")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -16,7 +16,7 @@ import ast
 import json
 import posixpath
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -140,7 +140,7 @@ def public_names() -> dict[str, str]:
 def reference_pages() -> dict[str, str]:
     """Return the pages of names, settings and modules, by place."""
     pages = {
-        f"reference/{name}.md": f"# zs.{name}\n\n::: {origin}\n    options:\n      show_root_heading: false\n"
+        f"reference/{name}.md": f"::: {origin}\n    options:\n      heading: zs.{name}\n      heading_level: 1\n"
         for name, origin in public_names().items()
     }
     pages["reference/optim.md"] = "# zs.optim\n\n::: zeroshard.optim\n" + members(["zeroshard.optim"])
@@ -168,12 +168,14 @@ def members(modules: list[str]) -> str:
 
 
 def configuration() -> str:
-    """Return the page of the settings of `zeroshard train`, from the classes of `train/config.py`."""
+    """Return the page of the settings of `zeroshard train`, from the classes of `train/settings.py`."""
     tables = []
-    for node in ast.parse((ROOT / "zeroshard" / "train" / "config.py").read_text()).body:
-        if not (isinstance(node, ast.ClassDef) and [ast.unparse(base) for base in node.bases] == ["_Section"]):
+    module = ast.parse((ROOT / "zeroshard" / "train" / "settings.py").read_text()).body
+    constants = {ast.unparse(node.target): node.value for node in module if isinstance(node, ast.AnnAssign)}
+    for node in module:
+        if not (isinstance(node, ast.ClassDef) and [ast.unparse(base) for base in node.bases] == ["Section"]):
             continue
-        rows = [row for row in map(setting, node.body) if row]
+        rows = [row for statement in node.body if (row := setting(statement, constants))]
         if rows and node.name != "Config":
             head = f"## {node.name.lower()}\n\n{ast.get_docstring(node)}\n\n| setting | type | default | meaning |\n"
             tables.append(head + "|---|---|---|---|\n" + "\n".join(rows))
@@ -181,11 +183,13 @@ def configuration() -> str:
     return "# Configuration of zeroshard train\n\n" + intro + "\n\n".join(tables) + "\n"
 
 
-def setting(node: ast.stmt) -> str:
+def setting(node: ast.stmt, constants: Mapping[str, ast.expr | None]) -> str:
     """Return the row of a setting, or nothing for another statement."""
     if not (isinstance(node, ast.AnnAssign) and isinstance(node.value, ast.Call)):
         return ""
-    given = {word.arg: ast.unparse(word.value) for word in node.value.keywords}
+    given = {
+        word.arg: ast.unparse(constants.get(ast.unparse(word.value)) or word.value) for word in node.value.keywords
+    }
     if "description" not in given:
         return ""
     kind = re.sub(r"Annotated\[(.*), AfterValidator.*\]", r"\1", ast.unparse(node.annotation))
@@ -211,11 +215,16 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
         {"Modules": [f"reference/{name}.md" for name in ("optim", "integrations", "testing")]},
         {"Formats": ["reference/configuration.md", "checkpoints.md", "compatibility.md"]},
     ]
-    for entry in config.nav or []:
+    nav: list[Any] = config.nav or []
+    for entry in nav:
         if entry.get("Examples") == "EXAMPLES":
             entry["Examples"] = ["examples.md", *(f"examples/{path.stem}.md" for path in examples())]
         if entry.get("Reference") == "REFERENCE":
             entry["Reference"] = reference
+    listed = json.dumps(nav)
+    others = [path.name for path in sorted((ROOT / "docs").glob("*.md")) if f'"{path.name}"' not in listed]
+    if others:
+        nav[1]["Guide"].append({"More": others})
     return config
 
 

@@ -4,8 +4,7 @@
     python -m tools.words --most 25000 # ends with status 1 above that
 
 Owns what counts. Not counted are fenced blocks, comments, targets of links, blocks between `<!-- table: ... -->` or
-`<!-- command: ... -->` and `<!-- end -->`, which tools write, and files that a page includes. Tables that people write
-are counted.
+`<!-- command: ... -->` and `<!-- end -->`, which tools write, and tables of results. Other tables are counted.
 """
 
 import argparse
@@ -15,6 +14,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md")
+RESULTS = tuple(ROOT / "benchmarks" / "results" / name for name in ("measured.md", "reliability.md"))
+"""Files of results that people write: their tables do not count."""
 WRITTEN_BY_TOOLS = re.compile(r"<!-- (?:table|command): .*?<!-- end -->", re.DOTALL)
 FENCED = re.compile(r"^([ \t]*)(```+|~~~+).*?^\1\2[ \t]*$", re.DOTALL | re.MULTILINE)
 COMMENT = re.compile(r"<!--.*?-->", re.DOTALL)
@@ -30,8 +31,14 @@ def words_of(text: str) -> int:
 
 
 def pages() -> list[Path]:
-    """Return all pages: the README, CONTRIBUTING and what is below docs/ and examples/."""
-    return [*PAGES, *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "examples").rglob("*.md"))]
+    """Return all pages: the README, CONTRIBUTING, results, and what is below docs/ and examples/."""
+    return [*PAGES, *RESULTS, *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "examples").rglob("*.md"))]
+
+
+def count(page: Path) -> int:
+    """Return the words of a page that count."""
+    lines = page.read_text().splitlines(keepends=True)
+    return words_of("".join(line for line in lines if page not in RESULTS or not line.startswith("|")))
 
 
 def main() -> None:
@@ -39,9 +46,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--most", type=int, help="the largest sum that is not an error")
     most = parser.parse_args().most
-    counts = {page.relative_to(ROOT): words_of(page.read_text()) for page in pages()}
-    for page, count in counts.items():
-        print(f"{count:7,}  {page}")
+    counts = {page.relative_to(ROOT): count(page) for page in pages()}
+    for page, words in counts.items():
+        print(f"{words:7,}  {page}")
     total = sum(counts.values())
     print(f"{total:7,}  words")
     if most is not None and total > most:

@@ -122,7 +122,7 @@ def test_search_finds_from_a_disk_without_a_request(site: Path, browser: Any) ->
     page.on("request", lambda request: requests.append(request.url))
     page.goto((site / "index.html").as_uri())
     page.click("input[name=query]")
-    page.fill("input[name=query]", "gathered writeback")
+    page.keyboard.type("gathered", delay=20)  # search begins with a key
     page.wait_for_selector(".md-search-result__item", timeout=20_000)
     found = page.inner_text(".md-search-result__list")
     assert "gathered" in found

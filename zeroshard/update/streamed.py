@@ -7,8 +7,8 @@ Note: a piece
     The masters of a bucket and each of its states are arrays with the same places, and a piece is the same stretch of
     all of them, whatever parameters begin and end in it: each part of a parameter is an entry of its own for the
     optimizer's body. That is right where an element's update depends on that element alone, so other optimizers are
-    refused. Numbers that a state keeps once for a parameter, such as the count of steps, are copied for each piece of
-    it, and what the last piece leaves is kept.
+    refused. Per-parameter scalars, such as step counts, are copied for each piece; the values after the last piece are
+    kept.
 Note: three sets of buffers
     While a piece is updated, the next one is read and the one before is written. A set is filled again when the piece
     that used it was written, so memory does not grow with a model.
