@@ -185,7 +185,7 @@ def spark(values: Sequence[float], width: int) -> str:
 
     >>> from zeroshard.terminal import spark
     >>> spark([3.0, 2.0, 1.0], 40)
-    '\u2588\u2584\u2581'
+    '█▅▁'
     """
     count = min(width, len(values))
     parts = [values[len(values) * k // count : len(values) * (k + 1) // count] for k in range(count)]

@@ -65,6 +65,7 @@ ELSEWHERE = MappingProxyType(
     {
         "docs/deepspeed.md": "integrations/test_deepspeed.py",
         "docs/lightning.md": "integrations/test_lightning.py",
+        "docs/mailbox.md": "outer/test_mailbox_training.py",
         "docs/pipelines.md": "engine/test_pipeline.py",
         "docs/ray.md": "integrations/test_ray.py",
         "docs/trainers.md": "integrations/test_trainers.py",

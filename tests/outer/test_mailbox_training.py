@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 import zeroshard as zs
+from tests.contract.blocks import examples, run_block
+from tests.contract.source import REPOSITORY
 from zeroshard.outer.island_log import replay
 from zeroshard.testing import run_ranks
 
@@ -100,3 +102,12 @@ def test_islands_that_do_not_wait_are_repeated_from_their_logs_bit_for_bit(tmp_p
     assert all(replay(tmp_path / "log" / f"{name}-{rank}").changes > 0 for name in "ab" for rank in (0, 1))
     again = launch(replace(asked(island="a"), log=None, replay=tmp_path / "log"), 2, 3, "bf16")
     assert all(torch.equal(runs[0][name], again[name]) for name in again)
+
+
+def test_the_program_of_the_page_runs(tmp_path: Path) -> None:
+    (program,) = examples((REPOSITORY / "docs/mailbox.md").read_text())
+    with mailbox(tmp_path) as box:
+        for asked, here in (("10.0.0.1:29400", box.address), ('"secret"', repr(str(secret_in(tmp_path))))):
+            assert program.count(asked) == 1
+            program = program.replace(asked, here)
+        run_block(program, "docs/mailbox.md")
