@@ -10,6 +10,8 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from zeroshard import optim
     from zeroshard.checkpoint.load import Loaded
     from zeroshard.checkpoint.verify import latest, list_checkpoints
@@ -36,6 +38,9 @@ if TYPE_CHECKING:
     from zeroshard.whole.average import Average
     from zeroshard.wire.comm import gather_across_ranks, mean_across_ranks
     from zeroshard.wire.mesh import Mesh
+
+    from_deepspeed: Callable[..., Any]
+    """Of `integrations/deepspeed.py`, which stands above this module."""
 
 __all__ = [
     "Activations",

@@ -19,7 +19,6 @@ from typing import Annotated, Any, Final, NoReturn
 
 import zeroshard
 from zeroshard.table.errors import printable
-from zeroshard.train.launch import follow_launcher, is_first_rank, joined_world_size, launch_ranks
 
 try:
     import typer
@@ -152,6 +151,7 @@ def doctor(
     """Measure matrix products, copies and collectives of this machine, and store the profile for plans."""
     from zeroshard.plan.machine.profiles import profile_path, write_profile
     from zeroshard.report.doctor import measure_device, measure_ranks
+    from zeroshard.train.launch import follow_launcher, is_first_rank, joined_world_size, launch_ranks
 
     joined = joined_world_size()
     if joined is None and ranks > 1:
@@ -181,6 +181,9 @@ def report(
     from zeroshard.report.pictures import write_pictures
     from zeroshard.report.plans import read_sources
 
+    for source in sources:
+        if not Path(source).exists():
+            _fail(f"{source}: there is no such file or folder; give runs/NAME, or a file of `zeroshard plan --json`")
     try:
         data = read_sources(sources)
         _say(f"{write_page(data, out)}: written")
@@ -191,7 +194,7 @@ def report(
 
 
 def paper(
-    as_json: Annotated[bool, typer.Option("--json", help="Print everything, as JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print everything, as JSON.", metavar="")] = False,
     plots: Annotated[Path | None, typer.Option(help="Folder for PNG and SVG files of the figures.")] = None,
 ) -> None:
     """Print tables and figures of the ZeRO paper, predicted beside published: docs/paper.md."""
@@ -209,7 +212,7 @@ def paper(
 
 def scorecard(
     data: Annotated[Path, typer.Option(help="CSV file of published runs; docs/plan.md lists the columns.")],
-    as_json: Annotated[bool, typer.Option("--json", help="Print everything, as JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print everything, as JSON.", metavar="")] = False,
 ) -> None:
     """Predict published runs, and print the errors in memory and time by source."""
     from zeroshard.evidence.scorecard import render
@@ -228,7 +231,7 @@ def version() -> None:
 
 
 def _options(
-    is_version: Annotated[bool, typer.Option("--version", help="Print the version, and exit.")] = False,
+    is_version: Annotated[bool, typer.Option("--version", help="Print the version, and exit.", metavar="")] = False,
 ) -> None:
     """Handle options that precede a command."""
     if is_version:

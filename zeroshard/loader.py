@@ -6,14 +6,16 @@ must not know files: a checkpoint holds the states among its `extra`. Read `Resu
 Note: exactly
     A loader of torch draws the seed of its sampler and of its workers when an epoch begins. The state of torch's
     generator at that moment, and the number of batches read since, are therefore the position. A resume draws and drops
-    that many batches, and then gives the generator back the state that the checkpoint had: also what the dataset draws
-    is that of an uninterrupted run.
+    that many batches, and then gives torch's, numpy's and Python's generators back the states that the checkpoint had:
+    also what the dataset draws is that of an uninterrupted run. Between epochs there is nothing to repeat.
 """
 
 import json
+import random
 from collections.abc import Iterator, Mapping
 from typing import Any, Final, Generic, Protocol, TypeVar, final
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
@@ -78,16 +80,18 @@ class Resumable(Generic[_T]):
         sampler: Any = getattr(self.loader, "sampler", None)
         if hasattr(sampler, "set_epoch"):
             sampler.set_epoch(self.epoch)
-        skipped, now = (self._read, torch.get_rng_state()) if self._resumes else (0, None)
-        self._resumes = False
-        if now is not None:
+        skipped, self._resumes = self._read if self._resumes else 0, False
+        now = torch.get_rng_state(), np.random.get_state(), random.getstate()
+        if skipped:
             torch.set_rng_state(self._start)
         self._start, self._read = torch.get_rng_state(), skipped
         batches = iter(self.loader)
         for _ in range(skipped):
             next(batches, None)
-        if now is not None:
-            torch.set_rng_state(now)
+        if skipped:
+            torch.set_rng_state(now[0])
+            np.random.set_state(now[1])
+            random.setstate(now[2])
         for batch in batches:
             self._read += 1
             yield batch

@@ -79,16 +79,18 @@ def read(loader: zs.Resumable, count: int) -> list[list[int]]:
     return found
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_batches_continue_where_they_were_saved(workers: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("workers", "count"), [(0, 5), (1, 5), (0, 8)])
+def test_batches_continue_where_they_were_saved(workers: int, count: int, tmp_path: Path) -> None:
     def make() -> zs.Resumable:
         return zs.Resumable(DataLoader(DATA, batch_size=3, shuffle=True, num_workers=workers))
 
     torch.manual_seed(3)
     zero, loader = zs.shard(torch.nn.Linear(2, 2)), make()
-    batches, found = iter(loader), []
-    for _ in range(5):
-        found.append(next(batches)[0].tolist())
+    batches = iter(loader)
+    for _ in range(count):
+        next(batches)
+    if count == len(loader):
+        assert list(batches) == []  # the epoch has ended
     path = zero.save(tmp_path / "step-5", {"mine": 1}, loader=loader)
     expected = [batch[0].tolist() for batch in batches] + read(loader, 4)
     torch.manual_seed(9)

@@ -32,6 +32,7 @@ zero = zs.shard(model, optimizer, stage=3, precision="bf16", activations="recomp
 zs.shard(model, stage=2, precision=torch.bfloat16, activations={"blocks.*": ["recompute", zs.Compressed()]}, replicas=2)
 zero.save("runs/a", {"epoch": 1}, step=3, loader=loader, model_only=True, mode=0o600)
 zero.load("runs/a", loader=loader)
+print(zs.from_deepspeed)
 print(zs.plan("gpt2", world_size=8).verdict, zero.units, zero.memory().peak_bytes)
 """
 MISTAKES = ('zero.savee("x")', "zs.shard(model, optimizer, stage=7)", 'zs.shard(model, optimizer, precision="bf61")')

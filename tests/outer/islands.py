@@ -1,6 +1,7 @@
 """Islands of numpy arrays in threads, a mailbox, and a sequential oracle of their exchanges."""
 
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -54,11 +55,12 @@ class Meeting:
 
 
 def secret_in(folder: Path) -> Path:
-    """Write the secret, once."""
-    path = folder / "secret"
+    """Write the secret, once, though several threads ask."""
+    path, own = folder / "secret", folder / f"secret-{threading.get_ident()}"
     if not path.exists():
-        path.write_bytes(SECRET)
-        path.chmod(0o600)
+        own.write_bytes(SECRET)
+        own.chmod(0o600)
+        own.rename(path)
     return path
 
 
@@ -99,8 +101,9 @@ def at_once(*actions: Callable[[], Any], limit_s: float = 60.0) -> list[Any]:
     threads = [threading.Thread(target=run, args=(place,), daemon=True) for place in range(len(actions))]
     for thread in threads:
         thread.start()
-    for thread in threads:
-        thread.join(limit_s)
+    end_s = time.monotonic() + limit_s
+    while any(thread.is_alive() for thread in threads) and not errors and time.monotonic() < end_s:
+        time.sleep(0.01)
     if errors:
         raise errors[0]
     assert not any(thread.is_alive() for thread in threads), "an island hangs"

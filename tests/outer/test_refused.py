@@ -89,7 +89,7 @@ CASES: MappingProxyType[str, tuple[Case, str]] = MappingProxyType(
             lambda: outer(every=4) | {"model": nn.Sequential(nn.Linear(5, 4), nn.SyncBatchNorm(4))},
             "Module '1' is a SyncBatchNorm over all ranks of the launch",
         ),
-        "another every": (lambda: of_one_island(outer(every=8), outer(every=4)), "rank 2: outer: every=8"),
+        "another every": (lambda: of_one_island(outer(every=8), outer(every=4)), "outer: every=8"),
         "other bits": (lambda: of_one_island(outer(every=4, bits=8), outer(every=4)), "bits=8"),
         "another rate": (
             lambda: outer(every=4, optimizer=lambda p: torch.optim.SGD(p, lr=0.1 * (1 + dist.get_rank() // 2))),
@@ -111,7 +111,7 @@ CASES: MappingProxyType[str, tuple[Case, str]] = MappingProxyType(
         "refused on one island": (lambda: of_one_island(outer(every=0), outer(every=4)), "must be at least 1; got 0"),
         "one rank of an island": (
             lambda: outer(every=4) | ({"model": nn.Linear(5, 3)} if dist.get_rank() == 3 else {}),
-            "(3, 5)",
+            "different models, options or versions",
         ),
     }
 )

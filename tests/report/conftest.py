@@ -8,6 +8,9 @@ from typing import Any
 
 import pytest
 
+from tests.report.opening import READY, Open, Opened
+from zeroshard.report.page import write_page
+
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 # Nothing of a test may look for updates, or for a network.
 ARGUMENTS = ("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking")
@@ -36,3 +39,32 @@ def browser() -> Iterator[Any]:
         contextlib.closing(playwright.chromium.launch(executable_path=path, args=list(ARGUMENTS))) as chromium,
     ):
         yield chromium
+
+
+@pytest.fixture
+def open_page(browser: Any, tmp_path: Path) -> Iterator[Open]:
+    """Open data as a page; afterwards there must be no error, no message and no request but for the file."""
+    opened: list[Opened] = []
+    contexts = []
+
+    def open_(data: dict[str, Any], view: str = "", width: int = 1200, **options: Any) -> Opened:
+        path = write_page(data, tmp_path / f"page-{len(opened)}.html")
+        contexts.append(browser.new_context(viewport={"width": width, "height": 900}, **options))
+        page = contexts[-1].new_page()
+        one = Opened(page, data, path, [], [])
+        page.on("console", lambda message: one.problems.append(f"console: {message.text}"))
+        page.on("pageerror", lambda error: one.problems.append(f"error: {error}"))
+        page.on("dialog", lambda dialog: (one.problems.append(f"dialog: {dialog.message}"), dialog.dismiss()))
+        page.on("request", lambda request: one.requests.append(request.url))
+        page.route(lambda url: not url.startswith("file:"), lambda route: route.abort())
+        opened.append(one)
+        page.goto(f"{path.as_uri()}#{view}")
+        page.wait_for_selector(READY, state="attached")
+        return one
+
+    yield open_
+    for context in contexts:
+        context.close()
+    for one in opened:
+        assert one.problems == []
+        assert {url.partition("#")[0] for url in one.requests if url != "data:,"} == {one.path.as_uri()}

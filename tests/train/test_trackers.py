@@ -11,6 +11,7 @@ import pytest
 
 from zeroshard.train.config import load_config
 from zeroshard.train.loop import train
+from zeroshard.train.trackers import check_installed
 
 SETTINGS = [
     "model.depth=1", "model.context=32", "train.steps=3", "train.eval_every=2", "train.eval_bytes=200",
@@ -61,7 +62,7 @@ class Heard:
 def test_wandb(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     heard, module = Heard(), types.ModuleType("wandb")
 
-    def init(project: str, name: str, dir: str, config: dict[str, object], resume: str) -> object:
+    def init(project: str, name: str, dir: str, config: dict[str, object]) -> object:
         heard.settings = (name, dir, config)
         return types.SimpleNamespace(log=lambda values, step: heard.add(values, step), finish=heard.close)
 
@@ -129,4 +130,4 @@ def test_a_missing_library_is_named_before_ranks_start(
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda module: None)
     with pytest.raises(ValueError, match=rf'needs .{name}.; install it with: pip install "zeroshard\[{name}\]"'):
-        load_config(overrides=[*SETTINGS, f"run.log_to={name}"])
+        check_installed(load_config(overrides=[*SETTINGS, f"run.log_to={name}"]).run.log_to)

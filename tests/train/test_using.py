@@ -15,6 +15,8 @@ from zeroshard.train.loop import train
 from zeroshard.train.models.gpt import GPT, GPTConfig
 from zeroshard.train.using import check_run, continue_prompt, describe_scores, load_run, read_questions, score
 
+from .test_cli import _main
+
 CONTEXT = 16
 TEXT = "The class statement defines a class; a class is an object. " * 9
 QUESTIONS = [
@@ -117,6 +119,40 @@ def test_two_ranks_write_and_score_as_a_plain_loop(stage: int, folder: Path) -> 
     for told_text, told in run_ranks(use, 2, str(folder), stage):
         assert told_text == text
         assert told == pytest.approx(scores, rel=1e-5)
+
+
+def test_the_commands_print_what_the_functions_return(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    text, scores = expected(folder)
+    asked = ["--prompt", "The ", "--tokens", "24", "--seed", "3"]
+    assert _main(monkeypatch, capsys, "generate", str(folder), *asked) == (0, f"{text}\n", "")
+    data = ["--data", str(folder.parent / "text.txt"), "--choices", str(folder.parent / "questions.jsonl"), "--json"]
+    status, out, _ = _main(monkeypatch, capsys, "evaluate", str(folder), *data)
+    assert (status, json.loads(out)) == (0, pytest.approx(scores, rel=1e-5))
+    page = tmp_path / "curves.html"
+    assert _main(monkeypatch, capsys, "plot", str(folder), "-o", str(page)) == (0, f"{page}: written\n", "")
+    assert "polyline" in page.read_text()
+    status, out, _ = _main(monkeypatch, capsys, "plot", str(folder))
+    assert status == 0 and "training loss, nats a token" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["evaluate", "{run}"], "evaluate needs --data TEXT, --choices FILE.jsonl, or both"),
+        (["evaluate", "{run}", "--data", "/nowhere"], "there is no file or folder '/nowhere'"),
+        (["generate", "/nowhere"], "/nowhere is not the folder of a run"),
+        (["plot", "/nowhere"], "/nowhere is not the folder of a run"),
+        (["report", "/nowhere"], "/nowhere: there is no such file or folder; give runs/NAME"),
+    ],
+)
+def test_mistakes_end_with_one_line(
+    arguments: list[str], words: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, out, err = _main(monkeypatch, capsys, *(one.format(run=folder) for one in arguments))
+    assert (status, out) == (2, "")
+    assert err.startswith("zeroshard: ") and words in err and err.count("\n") == 1
 
 
 def test_scores_are_told() -> None:

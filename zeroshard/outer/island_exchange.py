@@ -94,6 +94,10 @@ class Source(ABC):
         """Begin to exchange."""
 
     @abstractmethod
+    def catch_up(self, since: int, step: int) -> Found:
+        """Return what is to be taken in before the first step: the versions behind which the island continues."""
+
+    @abstractmethod
     def offer(self, version: int, change: np.ndarray, step: int) -> None:
         """Put a change in the background."""
 
@@ -157,10 +161,13 @@ class Island:
         self._begin(start)
 
     def _begin(self, start: Start) -> None:
+        """Begin to exchange, with what others have put and the anchors do not have yet."""
         self.version, self.taken = start.since, dict(start.versions)
         if self._log is not None:
-            self._log.start(start, self._anchors)
+            self._log.start(start, self._anchors, self.steps)
         self._source.begin()
+        if not start.founds:
+            self._take(self._source.catch_up(start.since, self.steps))
 
     @property
     def anchors(self) -> np.ndarray:

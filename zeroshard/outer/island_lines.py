@@ -30,6 +30,7 @@ class Lines:
         numel: of this rank's shard.
         dtype: of its values.
         hello: returns what the mailbox is told first on a connection other than the one that joins.
+        hear: is called for each piece that arrives.
     """
 
     def __init__(
@@ -41,8 +42,9 @@ class Lines:
         numel: int,
         dtype: str,
         hello: Callable[[], Mapping[str, Any]],
+        hear: Callable[[], None],
     ) -> None:
-        self.address, self._secret, self._hello = address, secret, hello
+        self.address, self._secret, self._hello, self._hear = address, secret, hello, hear
         self._host, self._port = parse_address(address)
         self._name, self._rank, self._numel, self._dtype = island, rank, numel, dtype
         self._lock, self._lines = threading.Lock(), dict[str, Line]()
@@ -95,6 +97,15 @@ class Lines:
         if line is not None:
             line.close()
 
+    def hand_over(self, what: str, to: str) -> None:
+        """Use a connection for something else from now on, so that the mailbox sees no gap."""
+        with self._lock:
+            line = self._lines.pop(what, None)
+            if line is not None and to not in self._lines:
+                self._lines[to], line = line, None
+        if line is not None:
+            line.close()
+
     def close_all(self) -> None:
         """End all connections."""
         for what in ("join", "put", "bring"):
@@ -137,6 +148,7 @@ class Lines:
                 raise PeerError("more bytes came than a part has.")
             data[start : start + len(piece)] = piece
             start += len(piece)
+            self._hear()
         self.received_bytes += start
         if start != len(data):
             raise PeerError(f"{start:,} bytes came where a part has {len(data):,}.")

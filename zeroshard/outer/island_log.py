@@ -45,11 +45,11 @@ class Log:
         self._number = sum(entry.what == "start" for entry in read_log(self._folder))
         self._file: TextIO | None = (self._folder / "log.jsonl").open("a", encoding="utf-8")
 
-    def start(self, start: Start, anchors: np.ndarray) -> None:
-        """Note that the island has joined, with the anchors that it starts from."""
+    def start(self, start: Start, anchors: np.ndarray, step: int) -> None:
+        """Note that the island has joined after a step, with the anchors that it starts from."""
         self._number += 1
         crc32 = write_array(self._part("anchors"), anchors)
-        self.note("start", **self._about, since=start.since, versions=dict(start.versions), crc32=crc32)
+        self.note("start", **self._about, step=step, since=start.since, versions=dict(start.versions), crc32=crc32)
 
     def sent(self, step: int, version: int, change: np.ndarray) -> None:
         """Note a change of this island."""

@@ -59,6 +59,7 @@ class Look:
         is_up: whether the mailbox answered lately.
         has_put: whether nothing waits to be put.
         is_gone: whether the mailbox took this island for gone.
+        is_full: whether no more changes can be brought before some are taken in.
         error: why the mailbox refuses this island, or nothing.
         news: the number of the moment.
     """
@@ -69,6 +70,7 @@ class Look:
     is_up: bool = False
     has_put: bool = True
     is_gone: bool = False
+    is_full: bool = False
     error: str = ""
     news: int = 0
 
@@ -99,7 +101,7 @@ class Post:
         held: int,
         patience_s: float,
     ) -> None:
-        self._lines = Lines(address, secret, island, rank, numel, about["dtype"], self._hello)
+        self._lines = Lines(address, secret, island, rank, numel, about["dtype"], self._hello, self._hear)
         self._name, self._rank, self._about, self._numel = island, rank, dict(about), numel
         self._most_held, self._patience_s = held, patience_s
         self._launch = ""
@@ -154,7 +156,7 @@ class Post:
                     f"join in {limit_s:g} s: {problem} To start one: zeroshard outer --serve --address "
                     f"{self._lines.address}"
                 )
-            time.sleep(_LEAST_PAUSE_S)
+            time.sleep(_LEAST_PAUSE_S if limit_s < 1.0 else 3 * _LEAST_PAUSE_S)
 
     def _enter(self, line: Line, launch: str, values: np.ndarray) -> tuple[Start, np.ndarray]:
         asked = {"do": "join", "island": self._name, "launch": launch, "rank": self._rank, "numel": self._numel}
@@ -179,7 +181,7 @@ class Post:
 
     def begin(self) -> None:
         """Begin to put and to bring changes, in two threads."""
-        self._lines.close("join")
+        self._lines.hand_over("join", "bring")
         if not self._threads:
             for run in (self._put_all, self._bring_all):
                 thread = threading.Thread(target=run, daemon=True, name=f"{run.__name__}-{self._name}-{self._rank}")
@@ -203,8 +205,17 @@ class Post:
             here = {name: self._reached(name, one["versions"]) for name, one in islands.items()}
             needed = {name: max(here[name], one["since"]) for name, one in islands.items() if one["state"] == "active"}
             is_up = time.monotonic() - self._answered_s < self._patience_s
-            missing, has_put = self._index["missing"], self._outgoing is None
-            return Look(here, needed, missing, is_up, has_put, self._is_gone, self._error, self._news)
+            return Look(
+                here,
+                needed,
+                self._index["missing"],
+                is_up,
+                self._outgoing is None,
+                self._is_gone,
+                len(self._arrived) >= self._room,
+                self._error,
+                self._news,
+            )
 
     def _reached(self, name: str, versions: list[int]) -> int:
         reached = self._taken.get(name, 0)
@@ -362,10 +373,10 @@ class Post:
                 continue
             except Refused as error:
                 with self._changed:
-                    self._is_gone |= error.kind == "gone" and launch == self._launch
+                    if launch == self._launch:
+                        self._is_gone |= error.kind == "gone"
+                        self._error = self._error if error.kind in ("gone", "old") else str(error)
                     self._notify()
-                if error.kind not in ("gone", "old"):
-                    _LOG.warning("island '%s', rank %d: %s", self._name, self._rank, error)
             except MailboxError as error:
                 seen = 0
                 if not is_lost and not self._is_over:
@@ -388,7 +399,12 @@ class Post:
             is_behind = any(
                 not self._is_here(version, name) for name, one in islands.items() for version in one["versions"]
             )
-            return 0.0 if is_behind and len(self._arrived) < self._most_held else _POLL_S
+            return 0.0 if is_behind and len(self._arrived) < self._room else _POLL_S
+
+    @property
+    def _room(self) -> int:
+        """The number of changes that may be here: at least one of each island, for which an exchange may wait."""
+        return max(self._most_held, len(self._index["islands"]))
 
     def _learn(self, index: dict[str, Any], launch: str) -> None:
         with self._changed:
@@ -401,7 +417,7 @@ class Post:
         there = {name: one["versions"] for name, one in index["islands"].items()}
         for version, name in newer_than(self._taken, there):
             with self._changed:
-                if self._is_over or len(self._arrived) >= self._most_held:
+                if self._is_over or len(self._arrived) >= self._room:
                     return
                 is_here = self._is_here(version, name)
             if not is_here:
@@ -411,8 +427,11 @@ class Post:
         with self._changed:
             if launch == self._launch and version > self._taken.get(name, 0):
                 self._arrived[version, name] = values
-            self._answered_s = time.monotonic()
             self._notify()
+
+    def _hear(self) -> None:
+        """Note that the mailbox has answered: a large change may take longer than the patience."""
+        self._answered_s = time.monotonic()
 
     def _say_goodbye(self) -> None:
         try:

@@ -11,6 +11,7 @@ Note: agreement
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from secrets import token_hex
 from typing import Final, TypeVar, final
@@ -103,6 +104,12 @@ class Mail(Source):
 
     # -- exchanges ----------------------------------------------------------------------------------------------------
 
+    def catch_up(self, since: int, step: int) -> Found:
+        """See `Source`."""
+        found = self._wait(lambda look: self._has_all(look, since) or look.is_full or not look.is_up, since)
+        # With what is newer, those that were there from the start make an exchange of their own.
+        return replace(found, here={name: min(last, since) for name, last in found.here.items()})
+
     def offer(self, version: int, change: np.ndarray, step: int) -> None:
         """See `Source`."""
         self._post.offer(version, change)
@@ -126,12 +133,17 @@ class Mail(Source):
         has_more = any(last > self._post.taken(name) for name, last in found.here.items())
         return found if not others or found.is_gone or (found.is_up and has_more) else None
 
+    def _has_all(self, look: Look, last: int | None = None) -> bool:
+        """Return whether everything that the mailbox has is here, or all versions up to the last one."""
+        listed = ((name, version) for name in look.here for version in self._post.listed(name))
+        return bool(look.here) and all(
+            version <= look.here[name] for name, version in listed if last is None or version <= last
+        )
+
     def _has_news(self, look: Look) -> bool:
         """Return whether everything that the mailbox has is here, and there is something, or nothing more will come."""
-        listed = {name: self._post.listed(name) for name in look.here}
-        is_here = all(not versions or versions[-1] <= look.here[name] for name, versions in listed.items())
-        is_last = bool(look.here) and not look.missing and not look.needed
-        return is_here and (is_last or any(listed.values()))
+        is_last = not look.missing and not look.needed
+        return self._has_all(look) and (is_last or any(self._post.listed(name) for name in look.here))
 
     def _wait(self, is_ready: Callable[[Look], bool], version: int) -> Found:
         """Look until all ranks are ready, and return what all of them have."""
@@ -152,7 +164,7 @@ class Mail(Source):
                 is_up = all(one["up"] for one in rows)
                 return Found(here, time.monotonic() - begun_s, max(version - slowest, 0), is_up, is_gone)
             if row["ready"]:
-                time.sleep(_ROUND_S / 4)
+                time.sleep(_ROUND_S / 20)
             else:
                 self._post.wait(look, _ALONE_S if len(rows) == 1 else _ROUND_S)
 
@@ -216,6 +228,11 @@ class Logged(Source):
             raise MailboxError(f"{folder}: there is no log of an island.")
         mine = [entry for entry in entries if entry.number == self._number]
         self._start = mine[0].about
+        if self._start["step"]:
+            raise MailboxError(
+                f"{folder}: the island joined again after step {self._start['step']}, and the log has no states of its "
+                "optimizer: only the anchors can be computed again, with `zeroshard outer --replay`."
+            )
         self._sent = {entry.about["version"]: entry.about for entry in mine if entry.what == "sent"}
         self._took = [entry for entry in mine if entry.what == "took"]
         self._due: Entry | None = None
@@ -227,6 +244,10 @@ class Logged(Source):
 
     def begin(self) -> None:
         """See `Source`."""
+
+    def catch_up(self, since: int, step: int) -> Found:
+        """See `Source`."""
+        return self._next(step) or Found({})
 
     def offer(self, version: int, change: np.ndarray, step: int) -> None:
         """Compare a change with the one that was sent."""

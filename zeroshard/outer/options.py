@@ -144,8 +144,10 @@ class Outer:
             )
         if isinstance(self.bits, bool) or self.bits not in BITS:
             raise ValueError(f"Outer(bits=) must be one of {BITS}; got {self.bits!r}.")
-        if self.memory not in CELLS:
-            raise ValueError(f"Outer(memory=) must be one of {tuple(CELLS)}; got {self.memory!r}.")
+        try:
+            hash(self.cell)
+        except (KeyError, TypeError):  # unknown, or no text
+            raise ValueError(f"Outer(memory=) must be one of {tuple(CELLS)}; got {self.memory!r}.") from None
         if self.optimizer != AVERAGE and not callable(self.optimizer):
             raise TypeError(
                 f"Outer(optimizer=) must be {AVERAGE!r} or a function that returns an optimizer of a list of "

@@ -21,16 +21,14 @@ from zeroshard.outer.options import Outer
 from zeroshard.outer.places import split
 from zeroshard.setup.equal import check_equal
 from zeroshard.setup.request import Described
-from zeroshard.store.stored import is_stored
 from zeroshard.update.optimizer import ShardedOptimizer
 from zeroshard.wire.comm import Comm
 from zeroshard.wire.mesh import Mesh
 
 __all__ = ["Start"]
 
-Tensor = torch.Tensor
-PIECE_NUMEL = 1 << 20
-"""Elements of a tensor in a file that are sent at a time."""
+PIECE_NUMEL = 1 << 22
+"""Elements that are sent at a time."""
 
 
 @final
@@ -156,16 +154,11 @@ def _align(engine: Engine, model: nn.Module, comm: Comm) -> None:
         for bucket in unit.buckets:
             what = f"the first values of {unit} on all islands"
             for values in (bucket.array(), bucket.full if bucket.spec.is_whole else bucket.shard):
-                for piece in _pieces(values.detach()):
-                    sent = piece.clone() if is_stored(piece) else piece
+                for piece in values.detach().split(PIECE_NUMEL):
+                    sent = piece.clone()  # it may lie in a file
                     comm.broadcast(sent, what, "start")
-                    if sent is not piece:
-                        piece.copy_(sent)
+                    piece.copy_(sent)
             bucket.changes.accept()
     for name, tensor in model.named_buffers():
         comm.broadcast(tensor.data, f"buffer '{name}' on all islands", "start")
     engine.order.barrier("the first values of all islands")
-
-
-def _pieces(values: Tensor) -> Sequence[Tensor]:
-    return values.split(PIECE_NUMEL) if is_stored(values) else [values]

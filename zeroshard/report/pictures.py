@@ -151,7 +151,7 @@ def _stack(axes: Any, names: Sequence[str], bars: Sequence[Mapping[str, float]],
             axes.bar(names, heights, bottom=base, width=0.6, label=column, color=_COLORS.get(column))
         base += heights
     rest = np.array(totals) / _GIB - base
-    axes.bar(names, rest, bottom=base, width=0.6, label="allocator, context", color=_REST)
+    axes.bar(names, rest, bottom=base, width=0.6, label="other", color=_REST)
     for place, total in enumerate(totals):
         axes.annotate(f"{total / _GIB:.1f}", (place, total / _GIB), ha="center", va="bottom", fontsize=9)
     axes.legend(frameon=False, fontsize=8)

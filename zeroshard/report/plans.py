@@ -4,6 +4,7 @@ Owns the mapping of their fields to `schema.py`. It must not know torch or the p
 """
 
 import json
+import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -31,8 +32,9 @@ __all__ = ["page_of_plan", "page_of_search", "read_sources"]
 _NAMES: Final = ("ranks", "row", "copies", "tensor", "pipe", "micro-batch", "activations")
 _STAGE: Final = "stage "
 _ALIGN: Final = 64
-_NAMED: Final = 3
-"""Sources that the title names."""
+_NAMED: Final = 2
+"""The most sources that the title names; of more it says how many there are."""
+_PLURALS: Final = MappingProxyType({"plan": "plans", "search": "searches", "run": "runs", "scorecard": "scorecards"})
 _VIEWS: Final = MappingProxyType(
     {
         "film": ("film", "lanes", "names"),
@@ -81,8 +83,14 @@ def _joined(pages: Sequence[PageData]) -> PageData:
     if columns:
         data["columns"] = list(columns)
     names = [source["name"] for source in data["sources"]]
-    data["title"] = ", ".join(names[:_NAMED]) + f" and {len(names) - _NAMED} more" * (len(names) > _NAMED)
+    data["title"] = " and ".join(names) if len(names) <= _NAMED else _counts([one["kind"] for one in data["sources"]])
     return data
+
+
+def _counts(kinds: Sequence[str]) -> str:
+    """Return how many there are of each kind: "2 plans, 1 run"."""
+    parts = [(kinds.count(kind), kind, plural) for kind, plural in _PLURALS.items()]
+    return ", ".join(f"{count} {kind if count == 1 else plural}" for count, kind, plural in parts if count)
 
 
 def _read_file(path: Path) -> PageData:
@@ -200,7 +208,11 @@ def page_of_search(search: Mapping[str, Any]) -> PageData:
     source = Source(
         kind="search",
         name=f"{search['model']}: {search['candidates']:,} configurations",
-        results=[Result(what="configurations", value=search["candidates"], unit="")],
+        results=[
+            Result(what="configurations", value=search["candidates"], unit=""),
+            Result(what="of these listed here", value=len(configurations), unit=""),
+            Result(what="listed and fit", value=sum(one["verdict"] == "fits" for one in configurations), unit=""),
+        ],
     )
     start = PageData(version=VERSION, title=source["name"], sources=[source])
     if plans:
@@ -209,6 +221,7 @@ def page_of_search(search: Mapping[str, Any]) -> PageData:
         (best,) = start["sources"]
         best["name"] = f"the fastest that fits: {best['name']}"
         source |= {"hardware": best["hardware"], "model": best["model"]}
+        source["results"] += [{**one, "what": f"{one['what']}, fastest that fits"} for one in best["results"][:1]]
         start["sources"] = [source, best]
         start["shows"] = {"frontier": [0], "film": [1], "player": [1]}
         start["ranks"] = [{**one, "source": 1} for one in start["ranks"] or ()]
@@ -218,6 +231,10 @@ def page_of_search(search: Mapping[str, Any]) -> PageData:
 def _page_of_scorecard(scorecard: Mapping[str, Any]) -> PageData:
     keys = ("source", "label", "metric", "unit", "predicted", "measured")
     scores = [{key: one[key] for key in keys} for one in scorecard["records"]]
-    results = [Result(what="predictions beside measurements", value=len(scores), unit="")]
+    errors = [abs(one["predicted"] / one["measured"] - 1) for one in scores if one["measured"]]
+    results = [
+        *[Result(what="median error", value=100 * statistics.median(errors), unit="%") for _ in errors[:1]],
+        Result(what="predictions beside measurements", value=len(scores), unit=""),
+    ]
     source = Source(kind="scorecard", name="Scorecard", results=results)
     return PageData(version=VERSION, title="Scorecard", sources=[source], scorecard=scores)  # type: ignore[typeddict-item]

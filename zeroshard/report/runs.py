@@ -29,7 +29,7 @@ __all__ = ["read_runs"]
 
 _SUMMARY: Final = "summary.json"
 _NATS: Final = "nats/token"
-_CURVES: Final = ("learning_rate", "grad_norm", "tokens_per_s", "memory_bytes")
+_CURVES: Final = ("learning_rate", "grad_norm", "tokens_per_s", "mfu", "memory_bytes")
 """Columns of `Curves` besides the loss, which a record may lack."""
 _PLACES: Final = ("run.name", "run.folder")
 _AT_MOST: Final = "transient"
@@ -101,7 +101,7 @@ def _source(folder: Path, name: str, summary: Mapping[str, Any] | None, curves: 
         results.append(Result(what="steps", value=curves["step"][-1] if curves["step"] else 0, unit=""))
         return Source(kind="run", name=name, state="unfinished", results=results, options=options)
     with reading(str(folder / _SUMMARY)):
-        first, plan = summary["ranks"][0], summary.get("plan", {})
+        first, plan, mfu = summary["ranks"][0], summary.get("plan", {}), summary.get("mfu")
         peaks = {key: (plan.get(key) or {}).get("peak_bytes") for key in ("measured", "predicted")}
         losses = [
             ("held-out loss", summary["final_heldout_loss"], _NATS),
@@ -111,6 +111,7 @@ def _source(folder: Path, name: str, summary: Mapping[str, Any] | None, curves: 
         others = [
             ("speed of all ranks", summary["tokens_per_s"], "tokens/s"),
             ("steps", summary["steps"], ""),
+            ("of the devices' peak (MFU)", mfu and 100 * mfu, "%"),
             ("tokens", summary["tokens"], ""),
             ("time of the steps", summary["train_s"], "s"),
             ("state memory of rank 0, peak", sum(first["peak_bytes"].values()), "B"),

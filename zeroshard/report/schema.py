@@ -251,7 +251,8 @@ class Heldout(TypedDict):
 class Curves(TypedDict):
     """A run by step: columns of equal length, with None where a number is not finite.
 
-    `loss` is in nats per token. `memory_bytes` is of rank 0: the sum of the peaks of its columns, without activations.
+    `loss` is in nats per token, `mfu` a part of the devices' peak. `memory_bytes` is of rank 0: the sum of the peaks of
+    its columns, without activations.
     """
 
     run: str
@@ -260,6 +261,7 @@ class Curves(TypedDict):
     learning_rate: NotRequired[list[float | None]]
     grad_norm: NotRequired[list[float | None]]
     tokens_per_s: NotRequired[list[float | None]]
+    mfu: NotRequired[list[float | None]]
     memory_bytes: NotRequired[list[float | None]]
     heldout: NotRequired[Heldout]
 

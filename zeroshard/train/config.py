@@ -19,7 +19,7 @@ from zeroshard.train.models.lora import check_lora
 from zeroshard.train.models.shape import GPTConfig
 from zeroshard.train.ranks import check_pipe, check_ranks, check_replicas, check_split
 from zeroshard.train.settings import AUTO, GPT, HF, Checkpoint, Data, Model, Run, Section, Train, Zero
-from zeroshard.train.trackers import check_trackers
+from zeroshard.train.trackers import check_names
 
 __all__ = [
     "ALIASES",
@@ -167,7 +167,7 @@ class Config(Section):
         check_pipe(resolved.train.batch, resolved.run, accumulation=accumulation)
         check_replicas(resolved.run)
         check_lora(self.model.lora, self.hf_folder, self.train.optimizer, resolved.run)
-        check_trackers(self.run.log_to)
+        check_names(self.run.log_to)
         return self
 
 

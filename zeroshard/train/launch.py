@@ -28,7 +28,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
-from typing import Final, Self, final
+from typing import Any, Final, Self, final
 
 __all__ = [
     "StopSignal",
@@ -160,8 +160,9 @@ def launch_ranks(
             elastic_launch(config, sys.executable)("-c", _RANK_MAIN, *arguments)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        if isinstance(failure.message, dict):  # the file that the rank has written: `zeroshard/watch/cause_file.py`
-            return _told(failure.message["message"], failure.message["extraInfo"]["py_callstack"], rank, ranks)
+        told: Any = failure.message  # torch says that it is a text
+        if isinstance(told, dict):  # the file that the rank has written: `zeroshard/watch/cause_file.py`
+            return _told(told["message"], told["extraInfo"]["py_callstack"], rank, ranks)
         return _status(failure.exitcode), f"rank {rank} of {ranks} {_how(failure.exitcode)}; the others were ended"
     except SignalException as error:
         return 128 + error.sigval, ""

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final, NoReturn
 
+import zeroshard as zs
 from zeroshard.train.launch import follow_launcher, is_first_rank, is_own_launch, joined_world_size, launch_ranks
 
 if TYPE_CHECKING:
@@ -131,7 +132,7 @@ def _on_ranks(run: Path, ranks: int, stage: int, fail: Fail, use: Callable[["Loa
             sys.exit(status)
         with load_run(run, stage=stage) as loaded:
             use(loaded)
-    except (ValueError, ImportError) as error:  # on every rank alike
+    except (ValueError, ImportError, zs.CheckpointError) as error:  # on every rank alike
         if is_own_launch():
             raise
         if is_first_rank():

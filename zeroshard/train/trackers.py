@@ -6,7 +6,7 @@ Read `Tracker` first.
 """
 
 import importlib.util
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, Protocol, final
@@ -14,7 +14,7 @@ from typing import Any, Final, Protocol, final
 from zeroshard.train.extras import need
 from zeroshard.train.metrics import EvalRecord, Start, StepRecord, Summary
 
-__all__ = ["Tracker", "check_trackers", "make_trackers"]
+__all__ = ["Tracker", "check_installed", "check_names", "make_trackers"]
 
 MODULES: Final[Mapping[str, str]] = MappingProxyType(
     {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow"}
@@ -44,11 +44,16 @@ def names_of(log_to: str) -> list[str]:
     return [name.strip() for name in log_to.split("+") if name.strip()]
 
 
-def check_trackers(log_to: str) -> None:
-    """Raise ValueError for a tracker that is unknown or not installed, before ranks start."""
+def check_names(log_to: str) -> None:
+    """Raise ValueError for a tracker that is unknown."""
     for name in names_of(log_to):
         if name not in MODULES:
             raise ValueError(f"run.log_to={log_to!r}: there is no tracker {name!r}; there are: {', '.join(MODULES)}")
+
+
+def check_installed(log_to: str) -> None:
+    """Raise ValueError for a tracker that is not installed, before ranks start."""
+    for name in names_of(log_to):
         if not _is_there(MODULES[name]):
             raise ValueError(
                 f'run.log_to={log_to!r} needs {MODULES[name]!r}; install it with: pip install "zeroshard[{name}]"'
@@ -125,7 +130,7 @@ class _TensorBoard:
 class _Wandb:
     def __init__(self, folder: Path, name: str, settings: Mapping[str, Any]) -> None:
         wandb = need("wandb", "wandb", "run.log_to=wandb")
-        self._run = wandb.init(project="zeroshard", name=name, dir=str(folder), config=dict(settings), resume="allow")
+        self._run = wandb.init(project="zeroshard", name=name, dir=str(folder), config=dict(settings))
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         self._run.log(dict(values), step=step)
@@ -149,4 +154,6 @@ class _MLflow:
         self._mlflow.end_run()
 
 
-_BACKENDS: Final = MappingProxyType({"tensorboard": _TensorBoard, "wandb": _Wandb, "mlflow": _MLflow})
+_BACKENDS: Final[Mapping[str, Callable[[Path, str, Mapping[str, Any]], Backend]]] = MappingProxyType(
+    {"tensorboard": _TensorBoard, "wandb": _Wandb, "mlflow": _MLflow}
+)

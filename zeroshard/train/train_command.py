@@ -252,11 +252,13 @@ def _resolve(
     try:
         resolved = load_config(config, settings)
         if is_first_rank():
-            from zeroshard.train.checks import check_places
-            from zeroshard.train.run import check_paths  # imports torch, which is slow
+            from zeroshard.train.checks import check_places  # imports torch, which is slow
+            from zeroshard.train.run import check_paths
+            from zeroshard.train.trackers import check_installed
 
             check_paths(resolved)
             check_places(resolved)
+            check_installed(resolved.run.log_to)
         if AUTO in (resolved.zero.stage, resolved.zero.offload):
             from zeroshard.train.planned import choose_sharding
 

@@ -34,6 +34,8 @@ from zeroshard.train.tokenizer import Tokenizer, load_tokenizer
 __all__ = ["Loaded", "check_run", "continue_prompt", "describe_scores", "load_run", "score"]
 
 _WINDOWS: Final = 8
+_MOST_NATS: Final = 700.0
+"""What is beyond has an exponential that no float can hold."""
 _EXPORT: Final = "export"
 _MOST_QUESTION_BYTES: Final = 1 << 28
 
@@ -189,7 +191,7 @@ def _score_text(loaded: Loaded, path: str, column: str, limit_bytes: int) -> Map
     total = float(zs.mean_across_ranks(nats)) * mesh.world_size
     return {
         "nats_per_token": total / scored,
-        "perplexity": math.exp(total / scored),
+        "perplexity": math.exp(total / scored) if total / scored < _MOST_NATS else math.inf,
         "bits_per_byte": total / scored_bytes / math.log(2),
         "tokens": scored,
         "bytes": scored_bytes,

@@ -94,6 +94,7 @@ export class FilmView {
         this.total
           ? `. The dashed line is the total of the plan, ${bytesText(this.total)}, which adds what the allocator has reserved and not allocated, context and communicators`
           : "",
+        this.hardware ? `. ${this.hardware.name} has ${bytesText(this.hardware.capacity_bytes)}` : "",
         ". Move the pointer, or use the arrow keys: ",
         "← → go from event to event, with Shift a hundredth of the step; + and − zoom, p jumps to the peak.",
       ),
@@ -368,12 +369,9 @@ export class FilmView {
     this.labels = levels.map(([text, nbytes, dash], place) => {
       film.line(film.left, y(nbytes), film.right, y(nbytes), color, { dash });
       const at = y(nbytes) + (place ? 10 : -9);
-      film.text(text, film.right - 4, at, { align: "right", color, isOnPaper: true });
+      film.text(text, film.left + 4, at, { color, isOnPaper: true });
       return [text, at];
     });
-    if (!hardware || isNear) return;
-    const text = `${hardware.name}: ${bytesText(hardware.capacity_bytes)}, above this scale`;
-    film.text(text, film.left + 4, film.top + 8, { isOnPaper: true });
   }
 
   _drawPhases(film) {

@@ -5,7 +5,7 @@ import { Plot } from "./plot.js";
 import { exactBytes, bytesText } from "./units.js";
 
 const ROW = 34;
-const LEVELS = ["total", "column", "module", "tensor"];
+const LEVELS = ["live", "column", "module", "tensor"];
 
 export class Icicle {
   constructor(columns) {

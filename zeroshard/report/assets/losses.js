@@ -29,8 +29,9 @@ export class LossView {
       ),
     );
     const hasHeldout = this.runs.some((run) => run.heldout.length);
-    const isOne = this.runs.length === 1;
-    const rows = this.runs.map((run) => {
+    const equals = this.runs.map((run) => this._equalTo(run));
+    const hasEqual = equals.some((text) => text);
+    const rows = this.runs.map((run, place) => {
       const lowest = run.points.reduce((best, one) => (one[1] < best[1] ? one : best), run.points[0] ?? [0, NaN]);
       const last = run.points.at(-1) ?? [0, NaN];
       return [
@@ -40,7 +41,7 @@ export class LossView {
         lossText(lowest[1]),
         String(lowest[0]),
         ...(hasHeldout ? [lossText(run.heldout.at(-1)?.[1] ?? NaN)] : []),
-        ...(isOne ? [] : [this._equalTo(run)]),
+        ...(hasEqual ? [equals[place]] : []),
       ];
     });
     this.element = el(
@@ -62,7 +63,7 @@ export class LossView {
           ["lowest loss", true],
           ["at step", true],
           ...(hasHeldout ? [["held-out loss", true]] : []),
-          ...(isOne ? [] : [["equal to", false]]),
+          ...(hasEqual ? [["equal to", false]] : []),
         ],
         rows,
       ),

@@ -117,7 +117,10 @@ function refuse(error) {
 const data = await readData().catch(refuse);
 document
   .getElementById("header")
-  .append(el("div", {}, el("h1", {}, data.title), el("p", { class: "muted" }, countsOf(data))), makeThemeButton());
+  .append(
+    el("div", {}, el("h1", {}, data.title), countsOf(data) === data.title ? null : el("p", { class: "muted" }, countsOf(data))),
+    makeThemeButton(),
+  );
 const tabs = new Tabs(data);
 tabs.show(location.hash.slice(1));
 if (!tabs.entries.length) document.getElementById("panels").append(el("p", {}, "This page has no data to show."));

@@ -133,6 +133,7 @@ function chartsOf(curves, onmove) {
     chart("Learning rate", "learning_rate", rateText, { isFromZero: true }),
     chart("Norm of the gradients, before clipping", "grad_norm", rateText, { mayBeLog: true }),
     chart("Tokens per second, all ranks", "tokens_per_s", plainNumber, { tickName: countTickText, isFromZero: true }),
+    chart("Part of the devices' peak (MFU)", "mfu", (value) => `${(100 * value).toFixed(1)}%`, { isFromZero: true }),
     chart("State memory of rank 0: sum of its columns' peaks, without activations", "memory_bytes", bytesText, {
       tickName: byteTickText,
       ticks: (low, high, count) => byteTicks(high, count, low),

@@ -5,7 +5,7 @@ import { BADGES } from "./sources.js";
 import { byteTickText, byteTicks, bytesText, countText, exactBytes } from "./units.js";
 
 const SHOWN_RANKS = 16;
-const REST = "allocator, context";
+const REST = "other";
 const REST_COLOR = "var(--rest)";
 const STAGE_NAMES = [
   "plain data parallelism: each rank holds everything",
@@ -282,7 +282,7 @@ export class PlayerView {
     rows.push([
       el("span", { class: "keep" }, swatch(REST_COLOR), REST),
       "",
-      total < columns ? "less, since columns are largest at different times" : "reserved beyond the columns, and outside the allocator",
+      total < columns ? "less: columns are largest at different times" : "reserved beyond the columns, or outside the allocator",
       el("span", { "data-bytes": String(total - columns) }, `${total < columns ? "−" : ""}${bytesText(Math.abs(total - columns))}`),
     ]);
     this.lines.replaceChildren(

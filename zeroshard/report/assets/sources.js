@@ -34,7 +34,8 @@ export function countsOf(data) {
 
 /** The header of a view: each of its sources, and the verdict of a plan beside its own name only. */
 export function headOf(data, view) {
-  if (view === "overview") return null;
+  // The overview has a card of each source, and ranks that name their source stand under its name.
+  if (view === "overview" || (view === "ranks" && data.ranks.some((one) => one.source !== undefined))) return null;
   if (view === "walk") return el("p", { class: "shows muted" }, RECORDING);
   const shown = sourcesOf(data, view);
   if (!shown.length) return null;
