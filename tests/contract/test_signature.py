@@ -10,7 +10,7 @@ import zeroshard as zs
 
 ARGUMENTS = (
     "stage residency activations offload parameters ignored precision units".split()
-    + "replicas mesh reduction weights settings".split()
+    + "replicas mesh reduction outer weights settings".split()
 )
 """After model and optimizer."""
 
