@@ -948,8 +948,8 @@ ROOMS = (
     Bug(
         "a vote crosses islands in each step",
         "outer/islands.py",
-        "        self.steps += 1\n",
-        '        self.steps += 1\n        self.comm.agree([0], "a step")\n',
+        "        options = self.options\n        turn, rest",
+        '        options = self.options\n        self.comm.agree([0], "a step")\n        turn, rest',
         f"{_OUTER}/test_refused.py::test_islands_wait_for_each_other_in_exchanges_alone",
     ),
     Bug(

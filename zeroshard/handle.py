@@ -420,6 +420,8 @@ class Zero:
         """
         if any(one.is_swapped for one in self._averages):
             raise RuntimeError(f"{self.mesh} zero.detach() inside swapped() of an average: leave the context first.")
+        if self._islands is not None:
+            self._islands.check_detach()
         self._saver.wait("zero.detach()")
         detach(self._engine, self._sharded, self._dtypes, to=to, dtype=dtype, room_bytes=self._settings.device_bytes)
         if self._islands is not None:

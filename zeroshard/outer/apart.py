@@ -29,15 +29,21 @@ class Apart(ABC):
         self._engine, self._optimizers = engine, optimizers
         self.steps = 0
         """Steps so far, skipped ones included."""
-        self._seen = 0
+        self._seen, self._before = 0, list[int]()
+        """The steps that each optimizer has made since the count began, and those of each before that."""
 
     def follow(self, one: ShardedOptimizer) -> None:
-        """Count the steps of an optimizer of the model."""
+        """Count the steps of the last optimizer of the model; one that was attached later has made those of now."""
+        self._before.append(one.steps - self._seen)
         self._engine.undo.keep(one.optimizer.register_step_post_hook(self._after_step))
 
     def count(self) -> int:
-        """Return the steps that each optimizer of the model has made."""
-        return min((one.steps for one in self._optimizers), default=0)
+        """Return the steps that each optimizer of the model has made since the count began."""
+        return min((one.steps - n for one, n in zip(self._optimizers, self._before, strict=True)), default=0)
+
+    def recount(self) -> None:
+        """Begin to count anew, after a load has changed the steps of the optimizers."""
+        self._seen, self._before = 0, [one.steps for one in self._optimizers]
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         # The hook also runs after a step of the class that an optimizer extends, and after that of each optimizer.
@@ -70,6 +76,9 @@ class Apart(ABC):
     @abstractmethod
     def check_copies(self) -> None:
         """Raise on every rank unless what islands have in common is equal. See `Zero.check_copies`."""
+
+    def check_detach(self) -> None:  # noqa: B027 (most islands may end at any time)
+        """Raise if islands cannot end now."""
 
     @abstractmethod
     def close(self) -> None:

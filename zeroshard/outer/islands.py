@@ -24,6 +24,7 @@ from zeroshard.outer.apart import Apart
 from zeroshard.outer.exchange import Arrived, Exchange, is_finite
 from zeroshard.outer.fragments import Fragment, fragments_of, store_of
 from zeroshard.outer.options import Outer
+from zeroshard.setup.equal import check_equal
 from zeroshard.table.bytes import add_bytes
 from zeroshard.table.errors import RankMismatchError
 from zeroshard.table.trace import Memory
@@ -134,7 +135,7 @@ class Islands(Apart):
             under_way: an exchange that had begun.
         """
         self.steps, self.exchanges, self.under_way = steps, exchanges, under_way
-        self._seen = self.count()
+        self.recount()
 
     def states(self) -> list[Tensor]:
         """Return the tensors that islands keep besides the engine's state, beginning with the anchors."""
@@ -200,6 +201,29 @@ class Islands(Apart):
                 "Memory or a kernel of a rank failed, or user code changed parameters on one island. Load a checkpoint."
             )
 
+    def follow(self, one: ShardedOptimizer) -> None:
+        """See `Apart`. Collective: as `check_equal`; every rank of all islands must call.
+
+        Raises:
+            RankMismatchError: on all islands, if one has another optimizer.
+        """
+        kinds = [{k: v for k, v in group.items() if k != "params"} for group in one.optimizer.param_groups]
+        lines = [f"optimizer: {type(one.optimizer).__name__}, {sorted(group.items())}" for group in kinds]
+        check_equal(self.comm.mesh, self.comm, lines)
+        super().follow(one)
+
+    def check_detach(self) -> None:
+        """See `Apart`.
+
+        Raises:
+            RuntimeError: an exchange is under way.
+        """
+        if self.under_way is not None:
+            raise RuntimeError(
+                f"{self._engine.mesh} zero.detach() during {self.under_way.what}: call zero.finish() first, on all "
+                "islands."
+            )
+
     def close(self) -> None:
-        """End the connections, when no rank uses them any more."""
+        """See `Apart`."""
         self.comm.close()

@@ -62,7 +62,7 @@ class Mailed(Apart):
 
     def loaded(self) -> None:
         """See `Apart`: the optimizer continues as it was saved, and the parameters are the anchors of the mailbox."""
-        self._seen = self.count()
+        self.recount()
         self._island.come_back()
 
     def counted(self, memory: Memory) -> Memory:

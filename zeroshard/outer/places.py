@@ -6,6 +6,7 @@ engines.
 
 import dataclasses
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any, Final, final
 
 import torch
@@ -69,8 +70,9 @@ def split(asked: Any, domain: Mesh) -> Split:
     else:
         # Islands of one rank are useful: they shard nothing, and exchange rarely.
         count = 1 if asked is None else asked
-        sizes = isinstance(count, int) and not isinstance(count, bool) and count > 1 and not domain.world_size % count
-        axes = ((AXIS, count), ("shard", domain.world_size // count)) if sizes else ()
+        is_number = isinstance(count, Integral) and not isinstance(count, bool)
+        has_islands = is_number and count > 1 and not domain.world_size % count
+        axes = ((AXIS, int(count)), ("shard", domain.world_size // int(count))) if has_islands else ()
         if not axes and asked is not None:
             axes_of(asked, domain.world_size)  # raises for what is no number
         names, ranks = (AXIS, "shard"), torch.arange(domain.world_size, device="cpu")
