@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import zeroshard as zs
+from zeroshard.table.stages import row_of_stage
 from zeroshard.train.config import Config, SettingsError, load_config
 from zeroshard.train.corpus import tokenize
 from zeroshard.train.data import IGNORED, count_scored, heldout_batches
@@ -62,8 +63,7 @@ def check_run(path: Path, stage: int) -> tuple[Config, Path]:
     Raises:
         ValueError: the folder is not of a run with a checkpoint, or there is no such stage.
     """
-    if stage not in range(4):
-        raise ValueError(f"--stage must be 0, 1, 2 or 3, got {stage}")
+    row_of_stage(stage)
     is_checkpoint = (path / "manifest.json").is_file()
     folder = path.absolute().parent if is_checkpoint else path
     if not (folder / "config.toml").is_file():
