@@ -186,7 +186,7 @@ def test_what_is_no_run_is_named(tmp_path: Path, folder: Path) -> None:
     (tmp_path / "config.toml").write_text("")
     with pytest.raises(ValueError, match="has no checkpoint yet"):
         check_run(tmp_path, 3)
-    with pytest.raises(ValueError, match="--stage must be 0, 1, 2 or 3, got 4"):
+    with pytest.raises(ValueError, match=r"stage must be one of \[0, 1, 2, 3\]"):
         check_run(folder, 4)
     assert check_run(zs.latest(folder), 3)[1] == zs.latest(folder)
     with pytest.raises(SettingsError, match="has no token"), load_run(folder, stage=0) as loaded:

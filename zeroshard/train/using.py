@@ -63,7 +63,7 @@ def check_run(path: Path, stage: int) -> tuple[Config, Path]:
     Raises:
         ValueError: the folder is not of a run with a checkpoint, or there is no such stage.
     """
-    row_of_stage(stage)  # raises for a stage that there is not
+    row_of_stage(stage)
     is_checkpoint = (path / "manifest.json").is_file()
     folder = path.absolute().parent if is_checkpoint else path
     if not (folder / "config.toml").is_file():
