@@ -38,7 +38,11 @@ _PLURALS: Final = MappingProxyType({"plan": "plans", "search": "searches", "run"
 _VIEWS: Final = MappingProxyType(
     {
         "film": ("film", "lanes", "names"),
-        **{view: (view,) for view in ("player", "frontier", "scorecard", "comparison", "curves")},
+        "player": ("player",),
+        "frontier": ("frontier",),
+        "scorecard": ("scorecard",),
+        "comparison": ("comparison",),
+        "curves": ("curves",),
     }
 )
 """The entries that each view is made of, which come from one file; ranks come from all files."""
