@@ -86,6 +86,8 @@ def test_a_page_of_real_data_has_every_view(
         if view == "walk":
             opened.page.fill("#walk-slider", "14")
         assert len(opened.page.locator(f"#panel-{view}").inner_text()) > 50
+        assert opened.script("document.documentElement.scrollWidth") <= width, view
+        assert opened.script(CUT) == [], view
         if pictures is not None and (not suffix or view in ALWAYS_PICTURED):
             pictures.mkdir(parents=True, exist_ok=True)
             opened.page.wait_for_timeout(500)
