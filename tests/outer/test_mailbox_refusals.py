@@ -111,6 +111,7 @@ def test_a_wrong_secret_is_refused_on_both_sides(
 ) -> None:
     with pytest.raises(Refused, match="has another secret"):
         answer_challenge(dial(box), SECRET + b"?", LIMIT_S)
+    assert still_serves(box)
     assert "refused a peer at 127.0.0.1: its secret is wrong" in caplog.text
     asked = options_of(box, tmp_path, "a")
     other = tmp_path / "other"
