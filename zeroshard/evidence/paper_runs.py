@@ -70,6 +70,11 @@ DGX_2: Final = Device(
         "node_bytes_per_s": 100e9,
         "hop_s": 3.4e-6,
         "node_hop_s": 9.6e-6,
+        "launch_s": 4e-6,
+        "sustained_part": 1.0,
+        "node_part": 0.8,
+        "queue_s": 0.0,
+        "exchange_s": 0.0,
     }
 )
 """A V100 in a node of 16, with eight adapters of 100 Gb/s."""

@@ -58,7 +58,10 @@ def quick_film(shape: Transformer, options: Options) -> tuple[Job, Film, float]:
     schedule = options.training
     if options.schedule == "1f1b":
         options = dataclasses.replace(options, micro_batches=min(options.micro_batches, 2 * options.pipe + 1))
-    layers, kinds = layers_of(shape, schedule.all_chunks), dict[tuple[object, ...], tuple[Job, Film]]()
+    layers, kinds = (
+        layers_of(shape, schedule.all_chunks, options.system.cut),
+        dict[tuple[object, ...], tuple[Job, Film]](),
+    )
     places = list[tuple[Job, Film]]()
     for place in range(options.pipe):
         own = [layers[chunk] for chunk in schedule.chunks_of(place)]
@@ -91,7 +94,11 @@ def _played(schedule: Schedule, places: Sequence[tuple[Job, Film]], options: Opt
         tails.append(took[-1][1] - seconds[Kind.BACKWARD][numbers[passes[-1].chunk]])
         most_bytes = max(sum(nbytes for _, nbytes in borders) for borders in job.pipe.messages.values())
     span = options.device.spread(options.pipe, options.place_ranks)
-    spans = play(schedule, seconds, options.device.collective_s("send", most_bytes, span))
+    sent_s = options.device.collective_s("send", most_bytes, span)
+    if options.system.message_s:  # the host waits for the messages, and queues nothing meanwhile
+        for some in seconds.values():
+            some[:] = [took_s + options.system.message_s / 2 + sent_s for took_s in some]
+    spans = play(schedule, seconds, sent_s)
     return spans, max(one[-1][-1] + tail for one, tail in zip(spans, tails, strict=True))
 
 

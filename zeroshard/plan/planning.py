@@ -27,7 +27,7 @@ from zeroshard.plan.job import (
     precision_for,
 )
 from zeroshard.plan.machine.allocator import Event as Call
-from zeroshard.plan.machine.allocator import Rules, simulate
+from zeroshard.plan.machine.allocator import Action, Rules, simulate
 from zeroshard.plan.machine.hardware import Device, device_named
 from zeroshard.plan.machine.retries import NO_RETRIES, Retries, play_steps
 from zeroshard.plan.named import OPTIMIZERS, PRECISIONS
@@ -384,15 +384,17 @@ def plan_module(
 
 def plan_shape(shape: Transformer, options: Options) -> Plan:
     """Return the plan of a shape."""
-    flops = flops_of(shape, options) * options.tokens_per_step
-    numels = shape.numel(), shape.used_numel()
-    kept, notes = activations_of_shape(shape, options), notes_of(options)
     jobs = jobs_of_places(shape, options) if options.pipe > 1 else [job_of_shape(shape, options)]
-    plans = [
-        _plan(shape.name, numels, options, job, flops, kept, _other_ranks(shape, options, job, place), notes)
-        for place, job in enumerate(jobs)
-    ]
+    plans = [plan_place(shape, options, job, place) for place, job in enumerate(jobs)]
     return joined(plans) if options.pipe > 1 else plans[0]
+
+
+def plan_place(shape: Transformer, options: Options, job: Job, place: int) -> Plan:
+    """Return the plan of a place of a pipe, from its job; without a pipe there is one place."""
+    flops = flops_of(shape, options) * options.tokens_per_step
+    numels, kept = (shape.numel(), shape.used_numel()), activations_of_shape(shape, options)
+    others = _other_ranks(shape, options, job, place)
+    return _plan(shape.name, numels, options, job, flops, kept, others, notes_of(options))
 
 
 def _plan(
@@ -416,7 +418,7 @@ def _plan(
     """
     film, first = make_film(job, is_settled=True), make_film(job, is_first=True)
     # The rules are those of the allocator of GPUs; that of a CPU keeps nothing.
-    steps = chain.from_iterable(_steps(first, film))
+    steps = chain.from_iterable(_steps(first, film, probed_bytes=options.system.probed_bytes))
     reserved_bytes = film.everywhere_bytes if options.device.is_cpu else simulate(steps, Rules()).peak_reserved_bytes
     alone = options.place_ranks - sum(count for _, count, _ in others)
     ranks = [
@@ -473,7 +475,8 @@ def _retries_of(first: Film, film: Film, reserved_bytes: int, options: Options) 
     room_bytes = options.device.memory_bytes - outside_bytes_of(options)
     if options.device.is_cpu or not max(film.peak[0], first.peak[0]) <= room_bytes < reserved_bytes:
         return NO_RETRIES
-    return play_steps(_steps(first, film, SETTLED), Rules(device_bytes=room_bytes), options.device)
+    steps = _steps(first, film, SETTLED, probed_bytes=options.system.probed_bytes)
+    return play_steps(steps, Rules(device_bytes=room_bytes), options.device)
 
 
 def _other_ranks(shape: Transformer, options: Options, job: Job, place: int) -> list[tuple[str, int, Job]]:
@@ -492,9 +495,16 @@ def _other_ranks(shape: Transformer, options: Options, job: Job, place: int) -> 
     ]
 
 
-def _steps(first: Film, film: Film, steady: int = 2) -> Iterator[Iterator[Call]]:
-    """Yield the allocator's calls of a first step and of some steady ones, over one set of what is resident."""
-    yield calls_of((*first.before, *first.events))
+def _steps(first: Film, film: Film, steady: int = 2, probed_bytes: int = 0) -> Iterator[Iterator[Call]]:
+    """Yield the allocator's calls of a first step and of some steady ones, over one set of what is resident.
+
+    Args:
+        probed_bytes: as in `System`; the segments go back to the driver when the model is there.
+    """
+    probes = [f"probe {number}" for number in range(probed_bytes >> 30)]
+    taken = [*(Call(one, 1 << 30) for one in probes), *(Call(one, 0, action=Action.FREE) for one in probes)]
+    emptied = [Call(one, 0, action=Action.EMPTY) for one in probes[:1]]
+    yield chain(taken, calls_of(first.before), emptied, calls_of(first.events))
     # States were made in the first step; what a later step makes has numbers of its own.
     shift = 1 + max((one.storage for one in (*film.before, *film.events)), default=0)
     made = {one.storage for one in film.before}
