@@ -14,7 +14,8 @@ from typing import Final, final
 
 import zeroshard as zs
 from tools.tables import fill
-from zeroshard.plan.machine.hardware import DEVICES, Device
+from zeroshard.plan.machine.hardware import Device
+from zeroshard.plan.machine.presets import DEVICES
 from zeroshard.plan.result import ERROR
 
 __all__ = ["Needs", "best_table", "needs_of", "needs_table", "read_needs"]

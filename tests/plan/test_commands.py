@@ -10,7 +10,7 @@ from zeroshard import cli
 from zeroshard.evidence import paper
 from zeroshard.evidence.paper import Reproduction
 from zeroshard.evidence.paper_sizes import table_1
-from zeroshard.plan.machine.hardware import DEVICES
+from zeroshard.plan.machine.presets import DEVICES
 from zeroshard.plan.machine.profiles import write_profile
 from zeroshard.plan.shape.shapes import SHAPES
 

@@ -29,7 +29,8 @@ from types import MappingProxyType
 from typing import Final, final
 
 from zeroshard.evidence.paper_data import MEGATRON, Run
-from zeroshard.plan.machine.hardware import DEVICES, Cost, Device
+from zeroshard.plan.machine.hardware import Cost, Device
+from zeroshard.plan.machine.presets import DEVICES
 from zeroshard.plan.named import OPTIMIZERS, PRECISIONS, own_units, specs_of, updates_of
 from zeroshard.plan.shape.shapes import Transformer, gpt
 from zeroshard.plan.shape.tape import Parts, instructions

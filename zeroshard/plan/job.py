@@ -7,7 +7,7 @@ result of a job (`planning.py`). Needs no torch. Read `film.py` first.
 import dataclasses
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from itertools import pairwise
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple, final
@@ -17,13 +17,13 @@ from zeroshard.describe.offload import Offload, check_in_files, row_with
 from zeroshard.describe.parameters import check_patterns
 from zeroshard.plan.machine.hardware import Cost, Device
 from zeroshard.plan.named import OPTIMIZERS, PRECISIONS, States, own_units, specs_of, updates_of
+from zeroshard.plan.shape.nanotron import nanotron_parts
 from zeroshard.plan.shape.shapes import Transformer
 from zeroshard.plan.shape.tape import Parts, coarse, instructions
-from zeroshard.plan.shape.nanotron import nanotron_parts
 from zeroshard.plan.shape.transformer import Workload, cached_tapes
-from zeroshard.plan.step.system import ZEROSHARD, System
 from zeroshard.plan.step.rank_job import Account, Job, Piped, account_of
 from zeroshard.plan.step.script import Call, script_of
+from zeroshard.plan.step.system import ZEROSHARD, System
 from zeroshard.table.activations import Activations, Chain, Offloaded, Partitioned, Recomputed, fits
 from zeroshard.table.bytes import Updates
 from zeroshard.table.cells import Residency
@@ -194,6 +194,7 @@ class Options:
         """Return the options as readable text."""
         reduced = ("last" if self.no_sync else "each") + ", recompute" * self.recompute
         return {
+            "system": self.system.name,
             "ranks": self.world_size,
             "device": self.device.name,
             "row": name_of_row(dataclasses.replace(self.placed_row, activations=Activations())),
@@ -307,7 +308,7 @@ def job_of_shape(
             raise ValueError(f"activations= names {pattern!r}, which matches no unit of {model.name}; units: {shown}.")
     check_patterns(options.row, names)
     load, made = load_of(options), made_of(model, specs, options, own)
-    summed = (device, formats.param) if is_coarse else None
+    summed = (device, formats.param, system.products or formats.param) if is_coarse else None
 
     def calls_of(layers: Collection[int]) -> Iterator[Call]:
         for unit, kind in _uses(model, specs, layers):
@@ -333,6 +334,7 @@ def job_of_shape(
         host_ranks=options.node_processes,
         is_early=options.is_filed,
         no_sync=options.no_sync,
+        seconds=partial(_kernel_s, (device, formats.param, system.products)) if system.products else None,
         system=system,
         made=made,
     )
@@ -402,12 +404,14 @@ def _by_compute(model: Transformer, count: int) -> Sequence[range]:
     return [range(*pair) for pair in pairwise([-1, *ends, model.layers + 1])]
 
 
-@lru_cache(64)
 def device_of(options: Options) -> Device:
     """Return the device as the kernels of the program use it."""
-    if not options.system.has_cudnn:
-        return options.device
-    return dataclasses.replace(options.device, attention_part=options.device.cudnn_part)
+    return _with_cudnn(options.device) if options.system.has_cudnn else options.device
+
+
+@lru_cache(64)
+def _with_cudnn(device: Device) -> Device:
+    return dataclasses.replace(device, attention_part=device.cudnn_part)
 
 
 def made_of(
@@ -530,7 +534,7 @@ _written: Final = lru_cache(64)(nanotron_parts)
 
 @lru_cache(1024)
 def _parts(
-    model: Transformer, load: Workload, kind: str, treatment: Treatment, summed: tuple[Device, str] | None
+    model: Transformer, load: Workload, kind: str, treatment: Treatment, summed: tuple[Device, str, str] | None
 ) -> Parts:
     if summed is None and load.kernels.program == "nanotron":
         if treatment != Treatment():
@@ -543,9 +547,10 @@ def _parts(
             input_parts=treatment.input_parts,
             is_input_offloaded=treatment.is_input_offloaded,
         )
-    device, dtype = summed
+    return coarse(_parts(model, load, kind, treatment, None), partial(_kernel_s, summed))
 
-    def seconds(cost: Cost) -> float:
-        return device.kernel_s(cost, dtype)
 
-    return coarse(_parts(model, load, kind, treatment, None), seconds)
+def _kernel_s(summed: tuple[Device, str, str], cost: Cost) -> float:
+    """Return the seconds of a kernel of a device, with a dtype, and another one of matrix products."""
+    device, dtype, products = summed
+    return device.kernel_s(cost, products if cost.kind == "matmul" else dtype)

@@ -53,11 +53,14 @@ def quick_film(shape: Transformer, options: Options) -> tuple[Job, Film, float]:
     """Return job and film of the fullest place, with coarse units, and the seconds of a step, for searches.
 
     Of places with equal layers, the first one is simulated: it has the most micro-batches in flight. With "1f1b" these
-    are no more than places, as are gradients under way, so the film has no more than both.
+    are no more than places, as are gradients under way, so the film has no more than both; with "interleaved" no more
+    than two rounds.
     """
     schedule = options.training
-    if options.schedule == "1f1b":
-        options = dataclasses.replace(options, micro_batches=min(options.micro_batches, 2 * options.pipe + 1))
+    most = 2 * options.pipe + (options.schedule == "1f1b")
+    is_short = options.schedule == "1f1b" or options.micro_batches % options.pipe == 0
+    if options.schedule in ("1f1b", "interleaved") and is_short:
+        options = dataclasses.replace(options, micro_batches=min(options.micro_batches, most))
     layers, kinds = (
         layers_of(shape, schedule.all_chunks, options.system.cut),
         dict[tuple[object, ...], tuple[Job, Film]](),

@@ -24,11 +24,11 @@ from zeroshard.plan.job import (
     check_options,
     job_of_shape,
     outside_bytes_of,
-    precision_for,
 )
-from zeroshard.plan.machine.allocator import Event as Call
 from zeroshard.plan.machine.allocator import Action, Rules, simulate
-from zeroshard.plan.machine.hardware import Device, device_named
+from zeroshard.plan.machine.allocator import Event as Call
+from zeroshard.plan.machine.hardware import Device
+from zeroshard.plan.machine.presets import device_named
 from zeroshard.plan.machine.retries import NO_RETRIES, Retries, play_steps
 from zeroshard.plan.named import OPTIMIZERS, PRECISIONS
 from zeroshard.plan.pipes import jobs_of_places, joined, timed
@@ -37,8 +37,10 @@ from zeroshard.plan.shape.shapes import SHAPES, Transformer, read_config, shape_
 from zeroshard.plan.step.film import Film, calls_of
 from zeroshard.plan.step.rank_job import Job
 from zeroshard.plan.step.simulate import make_film, resident_bytes
+from zeroshard.plan.step.system import ZEROSHARD, System
 from zeroshard.plan.step.turns import shown_ranks
 from zeroshard.plan.sums import element_bytes_of, flops_of, host_bytes_of, notes_of, save_bytes_of
+from zeroshard.plan.systems import precision_of_system, system_named
 from zeroshard.plan.trying import changes_of
 from zeroshard.table.cells import Residency
 from zeroshard.table.pipeline import training_of
@@ -90,6 +92,7 @@ def make_plan(
     reduce: str = "auto",
     recompute: bool = False,
     cut: Sequence[str] | None = None,
+    system: str | System = ZEROSHARD,
 ) -> Plan:
     """Predict a run: memory by column and at its peak, time of a step, traffic, and whether it fits.
 
@@ -140,6 +143,9 @@ def make_plan(
             `zs.pipeline`, and a plan has classes of ranks by place.
         schedule, chunks, reduce, recompute: as in `zs.pipeline`.
         cut: for modules, as in `zs.pipeline`.
+        system: the program that trains: a name in `zeroshard.plan.systems.SYSTEMS`, such as "fsdp2" or "deepspeed-3",
+            or a `System`. Its stage and precision are those of the plan unless these are given. For a module, its
+            kernels are the module's own.
 
     Returns: the plan; `print(plan)` shows it.
 
@@ -156,14 +162,14 @@ def make_plan(
     assert plan.verdict == "fits"
     ```
     """
-    preset = device_named(device)
+    preset, system = device_named(device), system_named(system)
     sharing = Asked(
-        stage=stage,
+        stage=system.stage if stage is None and residency is None else stage,
         residency=residency,
         activations=activations,
-        offload=offload,
+        offload=system.offload or None if offload is None else offload,
         parameters=parameters,
-        precision=precision_for(preset) if precision is None else precision,
+        precision=precision_of_system(system, preset) if precision is None else precision,
         mesh=mesh,
     )
     counts = check_count("world_size", world_size), check_count("tensor", tensor)
@@ -191,7 +197,7 @@ def make_plan(
         precision=chosen[0],
         replicas=axes.get("replicate", 1),
         tensor=axes.get("tensor", 1),
-        is_sequence_parallel=sequence_parallel,
+        is_sequence_parallel=sequence_parallel or (shape is not None and tensor > 1 and system.is_sequence_parallel),
         optimizer=name,
         micro_batches=micro_batches,
         shared_memory=shared_memory,
@@ -202,12 +208,13 @@ def make_plan(
         chosen=chosen[1],
         chosen_formats=chosen[2],
         wire_bytes=wire_bytes,
-        no_sync=reduce != "each" if places > 1 else no_sync,
+        no_sync=reduce != "each" if places > 1 else no_sync or system.no_sync,
         elementwise=elementwise,
         pipe=places,
         schedule=schedule,
         chunks=training.chunks,
         recompute=recompute,
+        system=system,
     )
     check_options(options)
     given = {"inputs": inputs, "loss": loss, "units": units, "reads": reads, "parallelize": parallelize}

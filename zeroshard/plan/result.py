@@ -165,10 +165,17 @@ class Plan:
         return self.reserved_bytes + self.outside_bytes
 
     @property
+    def runs(self) -> bool:
+        """Whether the device has enough memory, perhaps after retries of the allocator."""
+        is_served = bool(self.retries.by_step) and self.retries.is_served
+        return is_served or self.total_bytes <= self.asked.device.memory_bytes
+
+    @property
     def verdict(self) -> Verdict:
         """The verdict: "fits" with a margin for the 90th percentile of known errors, "tight" without it, or "no"."""
         host_bytes = self.host_bytes * bool(self.film.host_peak_bytes)
-        return verdict_of(self.reserved_bytes, self.outside_bytes, self.asked, host_bytes)
+        reserved_bytes = self.retries.reserved_bytes or self.reserved_bytes
+        return verdict_of(reserved_bytes, self.outside_bytes, self.asked, host_bytes)
 
     # -- time -------------------------------------------------------------------------------------------------------
 
@@ -334,6 +341,7 @@ SAYS: Final = MappingProxyType(
 
 
 PLAIN: Final = (
+    ("system", "zeroshard"),
     ("copies", 1),
     ("tensor", 1),
     ("pipe", 1),

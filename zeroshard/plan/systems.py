@@ -13,10 +13,12 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Final
 
+from zeroshard.plan.job import precision_for
+from zeroshard.plan.machine.hardware import Device
 from zeroshard.plan.shape.transformer import Kernels
 from zeroshard.plan.step.system import ZEROSHARD, System
 
-__all__ = ["SYSTEMS", "system_named"]
+__all__ = ["SYSTEMS", "precision_of_system", "system_named"]
 
 MIB: Final = 1 << 20
 FUSED: Final = Kernels(loss="sharded", fused_gate=True)
@@ -25,7 +27,7 @@ PLAIN: Final = Kernels(attention="plain", loss="sharded")
 _NANOTRON: Final = System(
     # fp32 sums, to which the gradients in bf16 are added when a backward ends. DDP wraps the model without ZeRO only,
     # and its hook reduces the sums; ZeRO-1 all-reduces them after the last backward (optim/gradient_accumulator.py).
-    name="nanotron", precision="bf16", kernels=Kernels(loss="sharded", program="nanotron"), is_sequence_parallel=True,
+    name="nanotron", stage=1, precision="bf16", kernels=Kernels(loss="sharded", program="nanotron"), is_sequence_parallel=True,
     no_sync=True, sums_everywhere=True, keeps_gradients=True, bucket_bytes=-1, publishes_flat=True, states_apart=True,
     probed_bytes=8 << 30, workspaces_bytes=32 * MIB, tensor_buffers=2, runs_ahead=1024, cut="compute", message_s=2e-3,
     host_part=1.0, exchange_part=1.0,
@@ -45,11 +47,16 @@ SYSTEMS: Final[Mapping[str, System]] = MappingProxyType(
                    sums_everywhere=True),
             System(name="deepspeed-2", stage=2, precision="bf16-grads", bucket_bytes=2 * 5 * 10**8 * 2),
             System(name="deepspeed-3", stage=3, precision="bf16-grads", bucket_bytes=5 * 10**8 * 2),
-            System(name="megatron-lm", precision="bf16", kernels=FUSED, is_sequence_parallel=True, no_sync=True,
-                   keeps_gradients=True, cut="even", host_part=0.1, exchange_part=0.1, has_cudnn=True),
+            # ZeRO-Offload, and ZeRO-Infinity to the host (runtime/zero/stage_1_and_2.py, stage3.py).
+            System(name="deepspeed-2-offload", stage=2, precision="bf16-grads", bucket_bytes=2 * 5 * 10**8 * 2,
+                   offload="states=1,to=host"),
+            System(name="deepspeed-3-offload", stage=3, precision="bf16-grads", bucket_bytes=5 * 10**8 * 2,
+                   offload="states=1,parameters=1,to=host"),
+            System(name="megatron-lm", stage=1, precision="bf16", kernels=FUSED, is_sequence_parallel=True,
+                   no_sync=True, keeps_gradients=True, cut="even", host_part=0.1, exchange_part=0.1, has_cudnn=True),
             # Of 2021: without sequence parallelism and fused attention, and gradients in fp16 all-reduced at the end.
-            System(name="megatron-deepspeed", precision="paper", kernels=PLAIN, no_sync=True, sums_everywhere=True,
-                   reduces_beside=False, keeps_gradients=True, cut="even", host_part=1.8, exchange_part=0.1),
+            System(name="megatron-deepspeed", stage=0, precision="paper", kernels=PLAIN, no_sync=True,
+                   sums_everywhere=True, reduces_beside=False, keeps_gradients=True, cut="even", host_part=1.8, exchange_part=0.1),
             _NANOTRON,
         )
     }
@@ -68,3 +75,18 @@ def system_named(system: str | System) -> System:
     if system not in SYSTEMS:
         raise ValueError(f"system must be one of {', '.join(SYSTEMS)}; got {system!r}.")
     return SYSTEMS[system]
+
+
+def precision_of_system(system: System, device: Device) -> str:
+    """Return the precision of a program on a device, by name: in float16 where that is the faster one.
+
+    Raises:
+        ValueError: the program is known in bfloat16 only, which the device does not support.
+    """
+    half = precision_for(device)
+    if half == "bf16" or not system.precision:
+        return system.precision or half
+    found = {"bf16": "fp16", "bf16-grads": "paper"}.get(system.precision, system.precision)
+    if found.startswith(("bf16", "all-bf16")):
+        raise ValueError(f"{system.name} with {found} needs bfloat16, which {device.name} does not support.")
+    return found

@@ -204,6 +204,7 @@ def trace_job(
         host_ranks=options.node_processes,
         is_early=options.is_filed,
         no_sync=options.no_sync,
+        system=options.system,
     )
     if chunks is not None:
         job = dataclasses.replace(job, pipe=chunks.piped(job, scripts, plans))

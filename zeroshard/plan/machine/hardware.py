@@ -22,10 +22,9 @@ measurements of collectives on 8 to 512 H100.
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from types import MappingProxyType
 from typing import Final, final
 
-__all__ = ["Cost", "DEVICES", "Device", "Span", "device_named"]
+__all__ = ["Cost", "Device", "GB", "MIB", "Span"]
 
 GB: Final = 10**9
 MIB: Final = 1 << 20
@@ -123,7 +122,7 @@ class Device:
 
     ```python
     import dataclasses, zeroshard as zs
-    from zeroshard.plan.machine.hardware import DEVICES
+    from zeroshard.plan.machine.presets import DEVICES
 
     mine: zs.Device = dataclasses.replace(DEVICES["h100-80"], node_bytes_per_s=100e9)  # fewer adapters
     print(zs.plan("gpt2-xl", world_size=64, device=mine))
@@ -269,77 +268,3 @@ class Device:
     def disk_s(self, nbytes: float, sharing: int = 1) -> float:
         """Return the seconds to read or write `nbytes` on each of `sharing` ranks of a node."""
         return nbytes * sharing / self.disk_bytes_per_s
-
-
-def _preset(
-    name: str,
-    tflops: tuple[float, float, float],
-    mib: int,
-    rates: tuple[float, float, float, float],
-    reached: tuple[int, float, float, float],
-    node_ranks: int = 8,
-    host_memory: float = 200,
-) -> Device:
-    """Return a preset.
-
-    Args:
-        tflops: peaks of bfloat16, float16 and float32.
-        mib: device memory that a process can use, in MiB.
-        rates: bandwidths in GB/s of memory, links, a node's adapters, and to the host.
-        reached: number of multiprocessors, the fractions of the peak that products and attention reach, and the
-            fraction of both that a step sustains.
-        host_memory: GB/s of an update on the host: a server, or a desktop with two channels.
-    """
-    peaks = dict(zip(("bfloat16", "float16", "float32"), (one * 1e12 for one in tflops), strict=True))
-    memory, link, node, host = (one * GB for one in rates)
-    multiprocessors, matmul_part, attention_part, sustained_part = reached
-    return Device(
-        name,
-        MappingProxyType(peaks),
-        mib * MIB,
-        memory,
-        link,
-        node,
-        host,
-        node_ranks,
-        multiprocessors=multiprocessors,
-        matmul_part=matmul_part,
-        attention_part=attention_part,
-        host_memory_bytes_per_s=host_memory * GB,
-        sustained_part=sustained_part,
-        cudnn_part=max(attention_part, 0.5),
-    )
-
-
-DEVICES: Final[Mapping[str, Device]] = MappingProxyType(
-    {
-        one.name: one
-        for one in (
-            _preset("v100-32", (0.1, 125, 15.7), 32510, (900, 150, 50, 16), (80, 0.76, 0.3, 0.75)),
-            _preset("a100-40", (312, 312, 19.5), 40536, (1555, 300, 200, 31), (108, 0.87, 0.6, 0.75)),
-            _preset("a100-80", (312, 312, 19.5), 81251, (2039, 300, 200, 31), (108, 0.87, 0.6, 0.75)),
-            _preset("h100-80", (989, 989, 67), 81079, (3350, 450, 400, 63), (132, 0.8, 335 / 989, 0.75)),
-            _preset("h200", (989, 989, 67), 143156, (4800, 450, 400, 63), (132, 0.8, 335 / 989, 0.75)),
-            _preset("b200", (2250, 2250, 80), 182642, (8000, 900, 400, 63), (148, 0.775, 0.45, 0.75)),
-            _preset("gb200", (2500, 2500, 80), 189471, (8000, 900, 200, 450), (148, 0.73, 0.45, 0.75), node_ranks=72),
-            _preset("mi300x", (1307, 1307, 163), 196592, (5300, 448, 400, 63), (304, 0.51, 0.35, 0.75)),
-            _preset("l40s", (362, 362, 91.6), 45589, (864, 31, 50, 31), (142, 0.7, 0.45, 0.75)),
-            _preset("rtx4090", (165, 165, 82.6), 24217, (1008, 10, 3, 31), (128, 0.9, 0.6, 0.75), host_memory=60),
-            _preset("rtx5090", (210, 210, 104.8), 32109, (1792, 10, 3, 63), (170, 0.9, 0.6, 0.75), host_memory=60),
-        )
-    }
-)  # fmt: skip
-"""Presets by name."""
-
-
-def device_named(device: "str | Device") -> Device:
-    """Return a preset by name, or the device itself.
-
-    Raises:
-        ValueError: no preset has this name.
-    """
-    if isinstance(device, Device):
-        return device
-    if device not in DEVICES:
-        raise ValueError(f"device must be one of {', '.join(DEVICES)}, or a Device; got {device!r}.")
-    return DEVICES[device]

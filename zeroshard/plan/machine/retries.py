@@ -60,7 +60,7 @@ def play_steps(steps: Iterable[Iterable[Event]], rules: Rules, device: Device) -
         ValueError: an event allocates a key that is already allocated, or frees or records an unallocated key.
 
     >>> from zeroshard.plan.machine.allocator import Action, Event, Rules
-    >>> from zeroshard.plan.machine.hardware import DEVICES
+    >>> from zeroshard.plan.machine.presets import DEVICES
     >>> from zeroshard.plan.machine.retries import play_steps
     >>> step = [Event("a", 24 << 20), Event("a", 0, action=Action.FREE), Event("b", 30 << 20)]
     >>> str(play_steps([step], Rules(device_bytes=40 << 20), DEVICES["h100-80"]))

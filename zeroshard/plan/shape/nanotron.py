@@ -192,7 +192,7 @@ def _gathered(s: _Script, sizes: _Sizes, inputs: int, outputs: int) -> None:
 
 
 def _block_backward(s: _Script, sizes: _Sizes) -> None:
-    """Add the backward of a layer, from the gradient of its output to the gradient of its input, which takes its place."""
+    """Add the backward of a layer; the gradient of its input takes the memory of that of its output."""
     u, own, t, h, rows = sizes.whole, sizes.own, sizes.t, sizes.model.hidden, sizes.rows
     q, wide = u // t, sizes.model.inner // t
     inner, parts = rows * sizes.model.inner * BF16 // t, MULTIPROCESSORS * h * FP32

@@ -3,10 +3,10 @@
 Owns times. It must not know units, buckets or memory. Needs no torch.
 
 Note: lanes
-    "compute" runs one kernel after the other, each once the host has queued it. "gather" and "reduce" run one collective after the other beside it, each
-    from when it was issued. The compute lane waits where a unit is not whole yet, and at the end of a pass for its
-    reductions; these waits are exposed. Exchanges along the tensor axis are part of an operation, so the compute lane
-    waits for them, and for copies of activations to the host and back.
+    "compute" runs one kernel after the other, each once the host has queued it. "gather" and "reduce" run one
+    collective after the other beside it, each from when it was issued. The compute lane waits where a unit is not whole
+    yet, and at the end of a pass for its reductions; these waits are exposed. Exchanges along the tensor axis are part
+    of an operation, so the compute lane waits for them, and for copies of activations to the host and back.
     With offload there are six more: "out" and "back", the two directions of the bus, "host", its processors, "copier",
     the thread that fills pinned buffers ahead of use, and "read" and "write" of a disk. Gradients leave in the order of
     the compute lane, which waits for each. It waits for an update on the host at the end of the step, or, if that

@@ -11,8 +11,8 @@ from types import MappingProxyType
 from typing import final
 
 from zeroshard.plan.machine.hardware import Cost, Device, Span
-from zeroshard.plan.step.system import ZEROSHARD, System
 from zeroshard.plan.step.script import Call, Script, script_of
+from zeroshard.plan.step.system import ZEROSHARD, System
 from zeroshard.plan.step.turns import Turn, turns_of
 from zeroshard.table.bytes import Updates
 from zeroshard.table.pipeline import Action, Kind, Schedule

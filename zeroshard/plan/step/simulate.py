@@ -24,6 +24,8 @@ from zeroshard.table.step import Steady
 __all__ = ["make_film", "resident_bytes"]
 
 PHASES: Final[tuple[PassPhase, PassPhase]] = ("forward", "backward")
+UPDATE_QUEUED: Final = 5
+"""Kernels that the host queues for each parameter in an update."""
 MOST_MICRO_BATCHES: Final = 3
 """That are played one by one: the first, one that stands for all between, and the last."""
 
@@ -118,14 +120,12 @@ class _Rank:
         """Take the memory of optimizer states, and of the buffers that offloaded states pass through from then on."""
         job, make = self._job, self.storages.make
         apart = [*_states_apart(job)] if job.system.states_apart else []
-        self.storages.queue(2 * len(apart))  # the norms that clip gradients
         for name, states_bytes, memory, counter_bytes in apart or job.sums.states:
             if not apart:
                 make(states_bytes, "states", name, "states", memory=memory)
             make(counter_bytes, "padding", name, "counters")
             for part in [states_bytes // 2] * 2 * bool(apart):
                 make(part, "states", name, "states", memory=memory)
-            self.storages.queue(2 * bool(apart))
         for what, nbytes in (
             ("buffers for files", file_staging_bytes(job.units, job.updates)),
             ("pinned buffers", buffer_bytes(job.units, is_cpu=job.device.is_cpu)),
@@ -156,6 +156,8 @@ class _Rank:
                 repeated.subtract(before_it)
         start_s, offload_s = clock.now_s, clock.offload_s
         self._passes.let_go()
+        # Norms that clip gradients, the updates, and the roundings; from here on little waits for the device.
+        self.storages.queue(UPDATE_QUEUED * sum(len(one.parameters) for one in job.updates))
         if is_first:
             self._make_states()
         update(job, clock, self.storages, self.elsewhere, self._passes.landing.used)

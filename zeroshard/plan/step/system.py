@@ -11,6 +11,8 @@ from zeroshard.plan.shape.transformer import Kernels
 
 __all__ = ["System", "ZEROSHARD"]
 
+PLAIN_KERNELS: Final = Kernels()
+
 
 @final
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +23,9 @@ class System:
         name: its name, as in `zeroshard plan --system`.
         stage: ZeRO stage, if the program has only one; None for that of the plan.
         precision: a name in `zeroshard.plan.named.PRECISIONS`; "" for that of the plan.
+        offload: what it keeps in memory of the host, as `zs.plan(offload=)`; "" for that of the plan.
         kernels: the kernels of the program.
+        products: dtype of matrix products by torch's name, such as "float8"; "" for that of the parameters.
         is_sequence_parallel: whether tensor ranks split tokens outside products.
         no_sync: whether only the last micro-batch exchanges gradients.
         gathers_beside, reduces_beside: whether units are gathered, and gradients reduced, beside computation.
@@ -48,7 +52,9 @@ class System:
     name: str
     stage: int | None = None
     precision: str = ""
-    kernels: Kernels = Kernels()
+    offload: str = ""
+    kernels: Kernels = PLAIN_KERNELS
+    products: str = ""
     is_sequence_parallel: bool = False
     no_sync: bool = False
     gathers_beside: bool = True

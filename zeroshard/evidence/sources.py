@@ -1,0 +1,113 @@
+"""Which program made a published run: systems by source, and what a source does not say of its runs.
+
+Owns the table, and the form of a file of such entries. It must not know how a run is planned (`rows.py`). A source that
+is in no table gets a system from its columns, and its rows are reported apart as "system assumed".
+"""
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final, final
+
+from zeroshard.plan.shape.transformer import Kernels
+from zeroshard.plan.step.system import System
+from zeroshard.plan.systems import SYSTEMS, system_named
+
+__all__ = ["SOURCES", "Source", "assumed", "read_sources"]
+
+NOTHING: Final[Mapping[str, Any]] = MappingProxyType({})
+
+
+@final
+@dataclass(frozen=True)
+class Source:
+    """The program of a source.
+
+    Args:
+        source: how the name of the source begins.
+        system: a name in `zeroshard.plan.systems.SYSTEMS`.
+        options: fields of `System` that differ; "kernels" is a mapping of fields of `Kernels`.
+        columns: values of columns that the rows leave empty, with what says so in `because`.
+    """
+
+    source: str
+    system: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    columns: Mapping[str, str] = field(default_factory=dict)
+    because: str = ""
+
+    def made(self) -> System:
+        """Return the system.
+
+        Raises:
+            ValueError: an option is unknown.
+        """
+        base, options = system_named(self.system), dict(self.options)
+        if "kernels" in options and not isinstance(options["kernels"], Kernels):
+            options["kernels"] = dataclasses.replace(base.kernels, **options["kernels"])
+        try:
+            return dataclasses.replace(base, **options)
+        except TypeError as error:
+            known = ", ".join(one.name for one in dataclasses.fields(System))
+            raise ValueError(f"{self.source}: options are {known}; {error}.") from error
+
+
+FP16_2021: Final = MappingProxyType({"kernels": {"attention": "plain"}})
+LOOSE: Final = MappingProxyType({"micro_batch": "1"})
+SOURCES: Final = (
+    Source("HF Ultra-Scale Playbook", "nanotron"),
+    Source("vTrain", "megatron-deepspeed"),
+    # bf16 with fp32 sums (bigscience's bf16_optimizer.py).
+    Source("bigscience tr11", "megatron-deepspeed", MappingProxyType({"precision": "bf16"})),
+    Source("bigscience experiments/gpt2.md (JZ V100-32GB, +-40% noise warned)", "deepspeed-3", FP16_2021),
+    Source("bigscience experiments", "megatron-deepspeed"),
+    Source("Megatron-LM SC21 Table 2 (ZeRO-3", "deepspeed-3", FP16_2021),
+    Source("Megatron-LM SC21", "megatron-deepspeed", NOTHING, LOOSE, "not said; one sequence is the least"),
+    Source("MT-NLG", "megatron-deepspeed", NOTHING, LOOSE, "Smith et al. 2022, section 2.4: one sequence"),
+    Source("Megatron-LM README", "megatron-lm", NOTHING, LOOSE, "not said; one sequence is the least"),
+    Source("Megatron", "megatron-lm"),
+    Source("mosaicml/llm-foundry benchmarking README [A100 40GB", "fsdp1",
+           MappingProxyType({"precision": "bf16-pure"})),
+    Source("mosaicml/llm-foundry benchmarking README [H100 80GB FP8", "fsdp1",
+           MappingProxyType({"products": "float8"})),
+    Source("mosaicml", "fsdp1"),
+    Source("foundation-model-stack/fms-fsdp", "fsdp1",
+           MappingProxyType({"precision": "bf16-pure", "host_part": 0.1, "kernels": {"fused_gate": True}})),
+    Source("DeepSpeed docs", "deepspeed-3", FP16_2021),
+    Source("PyTorch FSDP", "fsdp1", MappingProxyType({"precision": "bf16-pure"})),
+    Source("ZeRO paper", "megatron-deepspeed"),
+    # README of extensions/thunder: the command of pretrain.py for tiny-llama, whose micro-batch is of 4 sequences.
+    Source("litgpt extensions/thunder README DDP", "ddp", NOTHING, LOOSE, "not said; one sequence is the least"),
+    Source("litgpt extensions/thunder README single", "ddp", NOTHING, LOOSE, "not said; one sequence is the least"),
+    Source("litgpt extensions/thunder README FSDP", "fsdp2", MappingProxyType({"precision": "all-bf16"}), LOOSE,
+           "not said; one sequence is the least"),
+    Source("torchtune README llama3.2-3B", "ddp"),
+)  # fmt: skip
+"""The systems of known sources; the first entry that fits counts."""
+
+
+def assumed(row: Mapping[str, str]) -> System:
+    """Return the system of an unknown source, from its columns."""
+    stage = row["zero_stage"][:1]
+    if row["tp"] not in ("", "1") or row["pp"] not in ("", "1"):
+        return SYSTEMS["megatron-lm"]
+    return SYSTEMS[{"3": "fsdp2", "2": "deepspeed-2", "1": "deepspeed-1"}.get(stage, "ddp")]
+
+
+def read_sources(path: str | Path) -> Sequence[Source]:
+    """Read systems of sources from a JSON file: a list of mappings with the fields of `Source`.
+
+    Raises:
+        ValueError: the file is not such a list, or names an unknown system or option.
+    """
+    try:
+        found = [Source(**one) for one in json.loads(Path(path).read_text())]
+    except (OSError, TypeError, ValueError) as error:
+        fields = ", ".join(one.name for one in dataclasses.fields(Source))
+        raise ValueError(f"{path} is not a JSON list of mappings with {fields}: {error}") from error
+    for one in found:
+        one.made()
+    return found
