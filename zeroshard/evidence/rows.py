@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Final, final
 
 from zeroshard.describe.treatments import activations_of
-from zeroshard.evidence.sources import SOURCES, Source, assumed
+from zeroshard.evidence.sources import SOURCES, Source, assumed, version_of
 from zeroshard.plan.job import Options, check_options, check_shape
 from zeroshard.plan.machine.hardware import Device
 from zeroshard.plan.machine.presets import device_named
@@ -64,19 +64,19 @@ def _whole(row: Mapping[str, str], key: str, default: int | None = None) -> int:
 
 
 @lru_cache(maxsize=32)
-def _device(name: str) -> Device:
+def _device(name: str, changed: tuple[tuple[str, float], ...]) -> Device:
     for start, preset in DEVICES_NAMED:
         if name.startswith(start):
-            return device_named(preset)
+            return dataclasses.replace(device_named(preset), **dict(changed)) if changed else device_named(preset)
     raise NotPlannedError(f"no preset for the device {name or '(none)'}")
 
 
-def _system(row: Mapping[str, str], sources: Sequence[Source]) -> tuple[System, Mapping[str, str], bool]:
-    """Return the system of a row, values of columns that it leaves empty, and whether the system is assumed."""
+def _system(row: Mapping[str, str], sources: Sequence[Source]) -> tuple[Source, System, bool]:
+    """Return what is known of the source of a row, its system, and whether the system is assumed."""
     for one in (*sources, *SOURCES):
         if row["source"].startswith(one.source):
-            return one.made(), one.columns, False
-    return assumed(row), {}, True
+            return one, one.made(), False
+    return Source("", ""), assumed(row), True
 
 
 @lru_cache(maxsize=512)
@@ -114,8 +114,8 @@ def run_of(row: Mapping[str, str], sources: Sequence[Source] = ()) -> Run:
     source, name = row["source"], row["model"]
     if any(what in f"{row['recompute']} {source}".lower() for what in ("lora", "opt-in-bwd")):
         raise NotPlannedError("adapters, quantized weights, or updates inside the backward")
-    system, columns, is_assumed = _system(row, sources)
-    row = {**row, **{key: row[key] or value for key, value in columns.items()}}
+    known, system, is_assumed = _system(row, sources)
+    row = {**row, **{key: row[key] or value for key, value in known.columns.items()}}
     layers, hidden, sequence = _whole(row, "layers"), _whole(row, "hidden"), _whole(row, "seq")
     batch = _whole(row, "micro_batch")
     # Megatron pads GPT-2's 50,257 tokens; if the number of heads is unknown, heads are 128 wide.
@@ -123,7 +123,7 @@ def run_of(row: Mapping[str, str], sources: Sequence[Source] = ()) -> Run:
     heads = heads if hidden % heads == 0 else max(1, hidden // 128)
     data, tensor, pipe = (_whole(row, key, 1) for key in ("dp", "tp", "pp"))
     micro_batches = max(1, _whole(row, "global_batch", batch * data) // (batch * data))
-    shape, device = _shape(name, system.name, layers, hidden, heads, vocabulary, sequence), _device(row["gpu"])
+    shape, device = _shape(name, system.name, layers, hidden, heads, vocabulary, sequence), _device(row["gpu"], tuple(known.device.items()))
     products = next((to for key, to in (("FP8", "float8"), ("NVFP4", "float4")) if key in source), system.products)
     is_looped, chunks = pipe > 1 and micro_batches >= pipe, re.search(r" VP(\d+) ", source)
     precision = system.precision or "bf16"
@@ -149,7 +149,10 @@ def run_of(row: Mapping[str, str], sources: Sequence[Source] = ()) -> Run:
         pipe=pipe,
         schedule="1f1b" if is_looped or pipe == 1 else "gpipe",
         fused=True,
-        system=dataclasses.replace(system, products=products),
+        system=version_of(
+            dataclasses.replace(system, products=products), data * tensor * pipe, tensor, is_piped=pipe > 1,
+            is_sharded=stage > 0 and data > 1,
+        ),
     )
     if chunks and is_looped and micro_batches % pipe == 0 and shape.layers >= int(chunks[1]) * pipe:
         options = dataclasses.replace(options, schedule="interleaved", chunks=int(chunks[1]))

@@ -27,8 +27,8 @@ PLAIN: Final = Kernels(attention="plain", loss="sharded")
 _NANOTRON: Final = System(
     # fp32 sums, to which the gradients in bf16 are added when a backward ends. DDP wraps the model without ZeRO only,
     # and its hook reduces the sums; ZeRO-1 all-reduces them after the last backward (optim/gradient_accumulator.py).
-    name="nanotron", stage=1, precision="bf16", kernels=Kernels(loss="sharded", program="nanotron"), is_sequence_parallel=True,
-    no_sync=True, sums_everywhere=True, keeps_gradients=True, bucket_bytes=-1, publishes_flat=True, states_apart=True,
+    name="nanotron", stage=1, precision="bf16", kernels=Kernels(loss="sharded", program="nanotron"),
+    is_sequence_parallel=True, no_sync=True, reduces_beside=False, sums_everywhere=True, keeps_gradients=True, bucket_bytes=-1, publishes_flat=True, states_apart=True,
     probed_bytes=8 << 30, workspaces_bytes=32 * MIB, tensor_buffers=2, runs_ahead=1024, cut="compute", message_s=2e-3,
     host_part=1.0, exchange_part=1.0,
 )  # fmt: skip
@@ -56,7 +56,8 @@ SYSTEMS: Final[Mapping[str, System]] = MappingProxyType(
                    no_sync=True, keeps_gradients=True, cut="even", host_part=0.1, exchange_part=0.1, has_cudnn=True),
             # Of 2021: without sequence parallelism and fused attention, and gradients in fp16 all-reduced at the end.
             System(name="megatron-deepspeed", stage=0, precision="paper", kernels=PLAIN, no_sync=True,
-                   sums_everywhere=True, reduces_beside=False, keeps_gradients=True, cut="even", host_part=1.8, exchange_part=0.1),
+                   sums_everywhere=True, reduces_beside=False, keeps_gradients=True, cut="even", host_part=1.8,
+                   exchange_part=0.1),
             _NANOTRON,
         )
     }

@@ -111,7 +111,8 @@ class Clock:
         """Run a collective inside an operation, which the compute lane waits for."""
         span = self._spans[axis]
         self.sent[f"{axis} {kind}"] += sent_of(kind, nbytes, span)
-        self._queued_s += self._queue_s[1]
+        each_s, node_s = self._system.blocked_s
+        self._queued_s += self._queue_s[1] + span.ranks * (each_s + node_s * span.nodes)
         self.stall(what, max(self._device.collective_s(kind, nbytes, span), self._queued_s - self.now_s))
 
     def wait(self, what: str, until_s: float, *, is_offload: bool = False) -> None:

@@ -158,7 +158,9 @@ class Passes:
             self._storages.queue(one.launches)
             clock.compute(one.what, clock.kernel_s(one.cost) if one.cost is not None else one.seconds, one.launches)
         elif one.kind == "late":
-            self._storages.drop_late(numbers.pop(one.tensor, -1), self._job.system.runs_ahead)
+            # In a pipe the host waits for each message, so it is never ahead by as much.
+            ahead = self._job.system.runs_ahead if self._job.pipe is None else 0
+            self._storages.drop_late(numbers.pop(one.tensor, -1), ahead)
         elif one.kind == "land":
             self._landed = one.tensor
             self.landing.land(spec, one, numbers)

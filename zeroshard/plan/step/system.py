@@ -45,6 +45,9 @@ class System:
             used is free only when the device has passed it. 0 if the host waits.
         cut: how layers are divided along a pipe: by bytes, "even", or by "compute" as nanotron's blocks.
         message_s: seconds for which the host waits for the messages of a micro-batch in a pipe.
+        blocked_s: seconds for which the host waits for a collective of the tensor ranks: for each of them, and for
+            each of them and each of their nodes.
+        node_factor: factor of the bandwidth between nodes that its exchanges reach.
         host_part, exchange_part: factors of the host's time to queue a kernel, and a collective.
         has_cudnn: whether attention is cuDNN's.
     """
@@ -72,6 +75,8 @@ class System:
     runs_ahead: int = 0
     cut: Literal["bytes", "even", "compute"] = "bytes"
     message_s: float = 0.0
+    blocked_s: tuple[float, float] = (0.0, 0.0)
+    node_factor: float = 1.0
     host_part: float = 0.5
     exchange_part: float = 0.5
     has_cudnn: bool = False
