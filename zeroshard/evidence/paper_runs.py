@@ -70,7 +70,6 @@ DGX_2: Final = Device(
         "node_ranks": 16,
         "node_bytes_per_s": 100e9,
         "hop_s": 3.4e-6,
-        "node_hop_s": 9.6e-6,
         "launch_s": 4e-6,
         "sustained_part": 1.0,
         "node_part": 0.8,

@@ -123,7 +123,10 @@ def run_of(row: Mapping[str, str], sources: Sequence[Source] = ()) -> Run:
     heads = heads if hidden % heads == 0 else max(1, hidden // 128)
     data, tensor, pipe = (_whole(row, key, 1) for key in ("dp", "tp", "pp"))
     micro_batches = max(1, _whole(row, "global_batch", batch * data) // (batch * data))
-    shape, device = _shape(name, system.name, layers, hidden, heads, vocabulary, sequence), _device(row["gpu"], tuple(known.device.items()))
+    shape, device = (
+        _shape(name, system.name, layers, hidden, heads, vocabulary, sequence),
+        _device(row["gpu"], tuple(known.device.items())),
+    )
     products = next((to for key, to in (("FP8", "float8"), ("NVFP4", "float4")) if key in source), system.products)
     is_looped, chunks = pipe > 1 and micro_batches >= pipe, re.search(r" VP(\d+) ", source)
     precision = system.precision or "bf16"
@@ -150,7 +153,10 @@ def run_of(row: Mapping[str, str], sources: Sequence[Source] = ()) -> Run:
         schedule="1f1b" if is_looped or pipe == 1 else "gpipe",
         fused=True,
         system=version_of(
-            dataclasses.replace(system, products=products), data * tensor * pipe, tensor, is_piped=pipe > 1,
+            dataclasses.replace(system, products=products),
+            data * tensor * pipe,
+            tensor,
+            is_piped=pipe > 1,
             is_sharded=stage > 0 and data > 1,
         ),
     )

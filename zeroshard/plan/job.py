@@ -406,12 +406,13 @@ def _by_compute(model: Transformer, count: int) -> Sequence[range]:
 
 def device_of(options: Options) -> Device:
     """Return the device as the kernels of the program use it."""
-    return _device_of(options.device, options.system.has_cudnn, options.system.node_factor)
+    return _device_of(options.device, options.system)
 
 
 @lru_cache(64)
-def _device_of(device: Device, has_cudnn: bool, node_factor: float) -> Device:
-    attention_part = device.cudnn_part if has_cudnn else device.attention_part
+def _device_of(device: Device, system: System) -> Device:
+    attention_part = device.cudnn_part if system.has_cudnn else device.attention_part * system.attention_factor
+    node_factor = system.node_factor
     if (attention_part, node_factor) == (device.attention_part, 1.0):
         return device
     return dataclasses.replace(device, attention_part=attention_part, node_part=device.node_part * node_factor)

@@ -46,11 +46,14 @@ SYSTEMS: Final[Mapping[str, System]] = MappingProxyType(
             System(name="deepspeed-1", stage=1, precision="bf16-grads", no_sync=True, reduces_beside=False,
                    sums_everywhere=True),
             System(name="deepspeed-2", stage=2, precision="bf16-grads", bucket_bytes=2 * 5 * 10**8 * 2),
-            System(name="deepspeed-3", stage=3, precision="bf16-grads", bucket_bytes=5 * 10**8 * 2),
+            # A prefetch bucket of 5e7 elements (`stage3_prefetch_bucket_size`) hides little of a layer of 1e9.
+            System(name="deepspeed-3", stage=3, precision="bf16-grads", bucket_bytes=5 * 10**8 * 2,
+                   gathers_beside=False),
             # ZeRO-Offload, and ZeRO-Infinity to the host (runtime/zero/stage_1_and_2.py, stage3.py).
             System(name="deepspeed-2-offload", stage=2, precision="bf16-grads", bucket_bytes=2 * 5 * 10**8 * 2,
                    offload="states=1,to=host"),
             System(name="deepspeed-3-offload", stage=3, precision="bf16-grads", bucket_bytes=5 * 10**8 * 2,
+                   gathers_beside=False,
                    offload="states=1,parameters=1,to=host"),
             System(name="megatron-lm", stage=1, precision="bf16", kernels=FUSED, is_sequence_parallel=True,
                    no_sync=True, keeps_gradients=True, cut="even", host_part=0.1, exchange_part=0.1, has_cudnn=True),

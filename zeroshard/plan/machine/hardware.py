@@ -145,7 +145,7 @@ class Device:
     link_part: float = 0.8
     launch_s: float = 2e-6
     hop_s: float = 5e-6
-    node_hop_s: float = 40e-6
+    node_hop_s: float = 9.6e-6
     half_bytes: float = 0.25 * MIB
     context_bytes: int = 600 * MIB
     communicator_bytes: int = 400 * MIB

@@ -50,6 +50,7 @@ class System:
         node_factor: factor of the bandwidth between nodes that its exchanges reach.
         host_part, exchange_part: factors of the host's time to queue a kernel, and a collective.
         has_cudnn: whether attention is cuDNN's.
+        attention_factor: speed of its fused attention, compared with FlashAttention-2.
     """
 
     name: str
@@ -80,6 +81,7 @@ class System:
     host_part: float = 0.5
     exchange_part: float = 0.5
     has_cudnn: bool = False
+    attention_factor: float = 1.0
 
 
 ZEROSHARD: Final = System(name="zeroshard")
