@@ -47,11 +47,13 @@ class Run:
 
     Args:
         is_assumed: whether no table has the system of its source.
+        refused: why the plan refuses such a run, without its numbers; "" if it does not.
     """
 
     shape: Transformer
     options: Options
     is_assumed: bool = False
+    refused: str = ""
 
 
 def _whole(row: Mapping[str, str], key: str, default: int | None = None) -> int:
@@ -109,7 +111,7 @@ def run_of(row: Mapping[str, str], sources: Sequence[Source] = ()) -> Run:
         sources: before those of `sources.py`.
 
     Raises:
-        NotPlannedError: the row says too little, or the plan refuses such a run; the message has the reason.
+        NotPlannedError: the row says too little; the message has the reason.
     """
     source, name = row["source"], row["model"]
     if any(what in f"{row['recompute']} {source}".lower() for what in ("lora", "opt-in-bwd")):
@@ -166,7 +168,7 @@ def run_of(row: Mapping[str, str], sources: Sequence[Source] = ()) -> Run:
         check_options(options)
         check_shape(shape, options)
     except ValueError as error:
-        raise NotPlannedError(f"the plan refuses such runs: {_kind_of(str(error))}") from error
+        return Run(shape, options, is_assumed, f"the plan refuses such runs: {_kind_of(str(error))}")
     return Run(shape, options, is_assumed)
 
 

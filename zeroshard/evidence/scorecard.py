@@ -331,7 +331,10 @@ def _planned(row: Mapping[str, str], sources: Sequence[Source] = ()) -> tuple[Re
 def _compared(row: Mapping[str, str], run: Run) -> tuple[Record | Label, ...]:
     metric, label, system = row["measured_metric"], _label(row, run), run.options.system.name
     if metric == "status":
-        return (Label(row["source"], label, ran=row["value"] == "ok", fits=_fits(run)),)
+        fits = not run.refused and _fits(run)
+        return (Label(row["source"], label, ran=row["value"] == "ok", fits=fits),)
+    if run.refused:
+        raise NotPlannedError(run.refused)
     if not (measured := float(row["value"])):
         raise NotPlannedError("a number that was rounded to 0")
     if metric in _MEMORY:

@@ -39,7 +39,7 @@ from zeroshard.plan.step.rank_job import Job
 from zeroshard.plan.step.simulate import make_film, resident_bytes
 from zeroshard.plan.step.system import ZEROSHARD, System
 from zeroshard.plan.step.turns import shown_ranks
-from zeroshard.plan.sums import element_bytes_of, flops_of, host_bytes_of, notes_of, save_bytes_of
+from zeroshard.plan.sums import compute_dtype_of, element_bytes_of, flops_of, host_bytes_of, notes_of, save_bytes_of
 from zeroshard.plan.systems import precision_of_system, system_named
 from zeroshard.plan.trying import changes_of
 from zeroshard.table.cells import Residency
@@ -453,6 +453,7 @@ def _plan(
         retries=_retries_of(first, film, reserved_bytes, options),
         owned_bytes=tuple(owned_bytes(job.updates, options.shard_ranks)),
         moved=text_of(reached(job.units)),
+        compute_dtype=compute_dtype_of(job),
     )
 
 

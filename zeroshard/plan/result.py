@@ -90,6 +90,7 @@ class Plan:
         shown: index of the class of ranks that `film`, `first` and `live` are of.
         idle: by place of a pipe, the part of the time until the last backward in which it waits for other places.
         later_s: of a pipe, seconds for which the place of `film` waits for the updates of others.
+        compute_dtype: dtype of most operations, whose peak `mfu` counts.
         retries: retries of the allocator, on a device with room for allocated but not for all reserved memory.
         find_changes: returns `changes` of a plan; None if they are not planned.
 
@@ -125,6 +126,7 @@ class Plan:
     shown: int = 0
     idle: Sequence[float] = ()
     later_s: float = 0.0
+    compute_dtype: str = "bfloat16"
     find_changes: Callable[["Plan"], Sequence[Change]] | None = field(default=None, repr=False, compare=False)
 
     @cached_property
@@ -193,7 +195,7 @@ class Plan:
     def mfu(self) -> float:
         """Model FLOPS utilization: the model's own operations as a fraction of the devices' peak."""
         device = self.asked.device
-        peak = device.peak_flops.get(self.asked.formats.param, device.peak_flops["float32"])
+        peak = device.peak_flops.get(self.compute_dtype, device.peak_flops["float32"])
         return self.flops_per_step / self.step_s / (peak * self.asked.world_size)
 
     def gpu_hours(self, tokens: float) -> float:
