@@ -56,7 +56,8 @@ class Instruction(NamedTuple):
     `kind` is "make" or "drop" (a tensor), "run" (a kernel, or several in `seconds`), "exchange", "copy" (to the host or
     back), "land" (the gradient of weights is complete), or "hand" (the next module takes the tensor over). For a
     gradient that lands, `is_alone` states whether it does not share its memory. A "late" drop is of a tensor that a
-    collective used on its own stream, and "keep" makes a gradient of weights that stays until the backward ends.
+    collective used on its own stream. "issue" begins a copy of that number on the lane `what`, beside computation, and
+    "await" waits for it. "keep" makes a gradient of weights that stays until the backward ends.
     `launches` is the number of kernels that the host queues for a "run", and for a run of several the collectives.
     """
 

@@ -151,6 +151,15 @@ class Clock:
         self.lanes.append(LaneSpan(lane, start_s, stop_s, what))
         self.wait(f"{what} on the bus", stop_s, is_offload=True)
 
+    def begin_copy(self, lane: str, nbytes: int) -> float:
+        """Begin a copy over the bus beside computation, and return when it is done; on a CPU there is no bus."""
+        start_s = max(self.now_s, self.free_s[lane])
+        stop_s = self.free_s[lane] = start_s + (0.0 if self._device.is_cpu else self._device.copy_s(nbytes))
+        self.sent["activations to the host" if lane == "out" else "activations from the host"] += nbytes
+        self._note_busy(lane, stop_s - start_s)
+        self.lanes.append(LaneSpan(lane, start_s, stop_s, "activations"))
+        return stop_s
+
     def lanes_from(self, start_s: float) -> Lanes:
         """Return the lanes of host, bus and disk for work from a time on."""
         return Lanes(start_s, self.free_s, buffers=self._buffers_s)

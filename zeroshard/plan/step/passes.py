@@ -50,6 +50,8 @@ class Passes:
         """The storages of the model's tensors, of the micro-batch that is played."""
         self.has_graph = True
         """Whether autograd records the forward, and keeps what its operations read."""
+        self._copies: dict[int, float] = {}
+        """When copies of activations are done, by number."""
         self._landed, self._late = -1, -1
         """The tensor of the last gradient, and its storage once it is dropped: autograd has it until its hooks end."""
 
@@ -167,6 +169,10 @@ class Passes:
         elif one.kind == "exchange" and one.exchange is not None:
             self._storages.queue(EXCHANGE_QUEUED)
             clock.exchange(one.what, one.exchange.kind, one.exchange.nbytes, one.exchange.axis)
+        elif one.kind == "issue":
+            self._copies[one.tensor] = clock.begin_copy(one.what, one.nbytes)
+        elif one.kind == "await":
+            clock.wait("activations on the bus", self._copies.pop(one.tensor, 0.0), is_offload=True)
         elif one.kind == "copy":
             clock.sent[one.what] += one.nbytes
             clock.stall(one.what, self._job.device.copy_s(one.nbytes))

@@ -201,6 +201,8 @@ class Trace:
         kernels: (index of the first event after it, cost) of each operation that computes or copies.
         marks: gradients taken from their parameters, and uses of units, in order; empty if they are not observed.
         exchanges: (index of the first event after it, collective) of each collective among the step's operations.
+        copies: (index of the first event after it, lane, number, bytes) of each copy of activations: "out" or "back"
+            where it is issued, "" where it is waited for.
     """
 
     events: Sequence[Event]
@@ -212,6 +214,7 @@ class Trace:
     kernels: Sequence[tuple[int, Cost]] = ()
     marks: Sequence[Landed | Marked] = ()
     exchanges: Sequence[tuple[int, Exchange]] = ()
+    copies: Sequence[tuple[int, str, int, int]] = ()
 
     @cached_property
     def live(self) -> Sequence[int]:
