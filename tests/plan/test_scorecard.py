@@ -14,7 +14,7 @@ from zeroshard.evidence.rows import run_of
 from zeroshard.evidence.scorecard import Label, Record, Scorecard, render, scorecard
 from zeroshard.evidence.sources import read_sources
 from zeroshard.plan import pipes, planning, trying
-from zeroshard.plan.job import layers_of
+from zeroshard.plan.places import layers_of
 from zeroshard.plan.planning import make_plan
 from zeroshard.plan.result import Plan
 from zeroshard.plan.shape.shapes import Transformer

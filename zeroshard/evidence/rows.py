@@ -19,7 +19,7 @@ from zeroshard.plan.machine.hardware import Device
 from zeroshard.plan.machine.presets import device_named
 from zeroshard.plan.shape.shapes import Transformer, gpt
 from zeroshard.plan.step.system import System
-from zeroshard.table.stages import row_of_stage
+from zeroshard.table.stages import CONFIGURATIONS, row_of_stage
 
 __all__ = ["NotPlannedError", "Run", "run_of"]
 
@@ -117,6 +117,8 @@ def run_of(row: Mapping[str, str], sources: Sequence[Source] = ()) -> Run:
     if any(what in f"{row['recompute']} {source}".lower() for what in ("lora", "opt-in-bwd")):
         raise NotPlannedError("adapters, quantized weights, or updates inside the backward")
     known, system, is_assumed = _system(row, sources)
+    if known.unscored:
+        raise NotPlannedError(known.unscored)
     row = {**row, **{key: row[key] or value for key, value in known.columns.items()}}
     layers, hidden, sequence = _whole(row, "layers"), _whole(row, "hidden"), _whole(row, "seq")
     batch = _whole(row, "micro_batch")
@@ -135,7 +137,7 @@ def run_of(row: Mapping[str, str], sources: Sequence[Source] = ()) -> Run:
     if device.name == "v100-32":
         precision = "paper"
     stage = _whole(row, "zero_stage", 0) if system.stage is None or row["zero_stage"] else system.stage
-    is_treated = row["recompute"] not in KEPT
+    is_treated, treated = row["recompute"] not in KEPT, CONFIGURATIONS.get(row["recompute"][:2])
     options = Options(
         world_size=data * tensor * pipe,
         device=device,
@@ -143,7 +145,7 @@ def run_of(row: Mapping[str, str], sources: Sequence[Source] = ()) -> Run:
         sequence=sequence,
         row=dataclasses.replace(
             row_of_stage(stage if data > 1 else 0),
-            activations=activations_of("recompute" if is_treated else None),
+            activations=treated.activations if treated else activations_of("recompute" if is_treated else None),
         ),
         precision=precision,
         replicas=max(1, data // device.node_ranks) if row["zero_stage"].endswith("hsdp") else 1,

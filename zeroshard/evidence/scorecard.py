@@ -29,6 +29,7 @@ from typing import Final, final
 from zeroshard.evidence.rows import NotPlannedError, Run, run_of
 from zeroshard.evidence.sources import Source
 from zeroshard.plan.job import job_of_shape
+from zeroshard.plan.margins import kind_of
 from zeroshard.plan.planning import plan_place
 from zeroshard.plan.result import Plan
 from zeroshard.plan.trying import candidate_of
@@ -56,6 +57,7 @@ class Record:
         group: group of the scorecard.
         label: model and layout.
         is_held_out: whether the row is in the half on which the parameters of time were not chosen.
+        kind: of the run, as in `zeroshard.plan.margins`.
         system: name of the system; `is_assumed` if no table has that of the source.
     """
 
@@ -68,6 +70,7 @@ class Record:
     measured: float
     is_held_out: bool
     system: str = ""
+    kind: tuple[str, str] = ("", "")
     is_assumed: bool = False
 
     @property
@@ -135,6 +138,25 @@ class Scorecard:
         timed = [one for one in self.records if one.group == TIME]
         return _sums_by(timed, lambda one: "held out" if one.is_held_out else "chosen on")
 
+    @cached_property
+    def margins(self) -> Mapping[str, Mapping[str, float | str]]:
+        """Errors of memory by kind of run, each source or model judged by the others: `zeroshard.plan.margins`."""
+        found: dict[tuple[str, str], list[Record]] = defaultdict(list)
+        for one in self.records:
+            if one.group != TIME and not one.is_assumed:
+                found[one.kind].append(one)
+        margins = {}
+        for kind, records in sorted(found.items()):
+            left_out = "source" if len({one.source for one in records}) > 1 else "model"
+            names = [one.source if left_out == "source" else one.label.split(",")[0] for one in records]
+            rests = [[abs(r.error) for r, n in zip(records, names, strict=True) if n != name] for name in {*names}]
+            every = _sums([abs(one.error) for one in records])
+            median_error, p90 = every.median, max((_sums(one).p90 for one in rests if one), default=every.p90)
+            margins[", ".join(kind)] = {
+                "median": median_error, "nine_tenths": p90, "runs": len(records), "left_out": left_out
+            }  # fmt: skip
+        return MappingProxyType(margins)
+
     @property
     def balanced_accuracy(self) -> float:
         """The mean of the fractions of crashed and of successful runs that the plan predicts."""
@@ -156,6 +178,7 @@ class Scorecard:
         """Return everything as JSON."""
         content = {
             "groups": {key: asdict(one) for key, one in self.groups.items()},
+            "margins": {key: dict(one) for key, one in self.margins.items()},
             "systems": {key: asdict(one) for key, one in self.systems.items()},
             "sources": {key: asdict(one) for key, one in self.sources.items()},
             "halves": {key: asdict(one) for key, one in self.halves.items()},
@@ -345,7 +368,7 @@ def _compared(row: Mapping[str, str], run: Run) -> tuple[Record | Label, ...]:
     key = "".join(row[name] for name in ("source", "model", "seq", "n_gpus", "tp", "pp", "zero_stage", "micro_batch"))
     is_held_out = random.Random(f"{SEED}{key}").random() < 0.5
     place = row["source"], _group(row, run), label, metric, row["unit"]
-    record = Record(*place, predicted, measured, is_held_out, system, run.is_assumed)
+    record = Record(*place, predicted, measured, is_held_out, system, kind_of(run.options), run.is_assumed)
     ran = (Label(row["source"], label, ran=True, fits=_fits(run)),) if record.group != TIME else ()
     return record, *ran
 

@@ -36,6 +36,7 @@ class Source:
         system: a name in `zeroshard.plan.systems.SYSTEMS`.
         options: fields of `System` that differ; "kernels" is a mapping of fields of `Kernels`.
         columns: values of columns that the rows leave empty, with what says so in `because`.
+        unscored: why its rows cannot be planned, if they cannot.
         device: fields of `Device` of its machines that differ from those of the preset.
     """
 
@@ -44,6 +45,7 @@ class Source:
     options: Mapping[str, Any] = field(default_factory=dict)
     columns: Mapping[str, str] = field(default_factory=dict)
     because: str = ""
+    unscored: str = ""
     device: Mapping[str, float] = field(default_factory=dict)
 
     def made(self) -> System:
@@ -63,6 +65,8 @@ class Source:
 
 
 FP16_2021: Final = MappingProxyType({"kernels": {"attention": "plain"}})
+LITGPT: Final = MappingProxyType({"micro_batch": "4"})
+SAID: Final = "litgpt's defaults: config_hub/pretrain/tinyllama.yaml, micro_batch_size"
 LOOSE: Final = MappingProxyType({"micro_batch": "1"})
 TRITON: Final = MappingProxyType({"attention_factor": 1 / 1.4})
 """FlashAttention in Triton, which llm-foundry used: FlashAttention-2 is 1.3 to 1.5 times as fast (Dao, section 4.1)."""
@@ -88,13 +92,16 @@ SOURCES: Final = (
            MappingProxyType({"precision": "bf16-pure", "host_part": 0.1, "kernels": {"fused_gate": True}})),
     Source("DeepSpeed docs", "deepspeed-3", FP16_2021),
     Source("PyTorch FSDP", "fsdp1", MappingProxyType({"precision": "bf16-pure"})),
-    Source("ZeRO paper", "megatron-deepspeed"),
-    # README of extensions/thunder: the command of pretrain.py for tiny-llama, whose micro-batch is of 4 sequences.
-    Source("litgpt extensions/thunder README DDP", "ddp", NOTHING, LOOSE, "not said; one sequence is the least"),
-    Source("litgpt extensions/thunder README single", "ddp", NOTHING, LOOSE, "not said; one sequence is the least"),
-    Source("litgpt extensions/thunder README FSDP", "fsdp2", MappingProxyType({"precision": "all-bf16"}), LOOSE,
-           "not said; one sequence is the least"),
-    Source("torchtune README llama3.2-3B", "ddp"),
+    # C_B: a constant buffer for reductions, and one for gathers.
+    Source("ZeRO paper", "megatron-deepspeed", MappingProxyType({"bucket_bytes": 2 * 5 * 10**8 * 2})),
+    Source("litgpt extensions/thunder README DDP", "ddp", NOTHING, LITGPT, SAID),
+    Source("litgpt extensions/thunder README single", "ddp", NOTHING, LITGPT, SAID),
+    Source("litgpt extensions/thunder README FSDP", "fsdp2", MappingProxyType({"precision": "all-bf16"}), LITGPT, SAID),
+    Source("torchtune README llama3.2-3B ladder baseline", "ddp",
+           unscored="sequences that are not packed: their length is that of the data, which the row does not have"),
+    # Packed, compiled, and with a cross entropy in chunks, as the rows before in the same table.
+    Source("torchtune README llama3.2-3B", "ddp",
+           MappingProxyType({"host_part": 0.1, "kernels": {"loss": "fused", "fused_gate": True}})),
 )  # fmt: skip
 """The systems of known sources; the first entry that fits counts."""
 

@@ -8,7 +8,6 @@ import dataclasses
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
-from itertools import pairwise
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple, final
 
@@ -17,17 +16,18 @@ from zeroshard.describe.offload import Offload, check_in_files, row_with
 from zeroshard.describe.parameters import check_patterns
 from zeroshard.plan.machine.hardware import Cost, Device
 from zeroshard.plan.named import OPTIMIZERS, PRECISIONS, States, own_units, specs_of, updates_of
+from zeroshard.plan.places import layers_of
 from zeroshard.plan.shape.nanotron import nanotron_parts
 from zeroshard.plan.shape.shapes import Transformer
 from zeroshard.plan.shape.tape import Parts, coarse, instructions
 from zeroshard.plan.shape.transformer import Workload, cached_tapes
 from zeroshard.plan.step.rank_job import Account, Job, Piped, account_of
 from zeroshard.plan.step.script import Call, script_of
-from zeroshard.plan.step.system import ZEROSHARD, System
+from zeroshard.plan.step.system import ZEROSHARD, System, device_of
 from zeroshard.table.activations import Activations, Chain, Offloaded, Partitioned, Recomputed, fits
 from zeroshard.table.bytes import Updates
 from zeroshard.table.cells import Residency
-from zeroshard.table.pipeline import RECEIVES, Schedule, balanced, training_of
+from zeroshard.table.pipeline import RECEIVES, Schedule, training_of
 from zeroshard.table.settings import WIRE_BYTES
 from zeroshard.table.spec import Formats, UnitSpec, itemsize
 from zeroshard.table.stages import name_of_row
@@ -39,7 +39,6 @@ __all__ = [
     "Treatment",
     "activations_of_shape",
     "check_options",
-    "device_of",
     "job_of_shape",
     "outside_bytes_of",
     "precision_for",
@@ -293,7 +292,7 @@ def job_of_shape(
     """
     check_options(options)
     check_shape(model, options)
-    formats, device, system = options.formats, device_of(options), options.system
+    formats, device, system = options.formats, device_of(options.device, options.system), options.system
     row = dataclasses.replace(options.placed_row, activations=Activations())
     schedule = options.training
     layers = layers_of(model, schedule.all_chunks, system.cut)
@@ -356,66 +355,6 @@ def tied_bytes_of(units: Sequence[UnitSpec]) -> int:
     """Return the bytes of a rank's elements of the gradients of units that other places have, too."""
     buckets = [bucket for unit in units for bucket in unit.reduced]
     return sum((bucket.states[1] - bucket.states[0]) * itemsize(bucket.formats.grad) for bucket in buckets)
-
-
-@lru_cache(256)
-def layers_of(model: Transformer, count: int, cut: str = "bytes") -> Sequence[range]:
-    """Return what each chunk of a pipe has: -1 is the embedding, the numbers from 0 layers, their count the head.
-
-    Args:
-        cut: as in `System`; "bytes" is that of `zs.pipeline`.
-
-    Raises:
-        ValueError: there are fewer layers than chunks.
-    """
-    if cut == "compute":
-        return _by_compute(model, count)
-    if model.layers < count:
-        raise ValueError(f"{model.name} has {model.layers} blocks, too few for a pipe of {count} chunks.")
-    if cut == "even":
-        return [
-            range(*pair)
-            for pair in pairwise([-1, *(-(-n * model.layers // count) for n in range(1, count)), model.layers + 1])
-        ]
-    sizes = [sum(numel for _, numel in model.block_parameters(layer)) for layer in range(model.layers)]
-    for place in (0, -1):  # the embedding, and the head, which counts also where it is tied
-        sizes[place] += model.vocabulary * model.hidden
-    return [range(*pair) for pair in pairwise([-1, *balanced(sizes, count)[1:], model.layers + 1])]
-
-
-def _by_compute(model: Transformer, count: int) -> Sequence[range]:
-    """Return the blocks of each place as nanotron divides them: the next place starts at a place's share of the work.
-
-    The source (`build_model`, models/base.py) requires more than the share; the memory of runs of 1.34B on 2 and 4
-    places shows equality. Positions, the last norm and the loss are blocks that cost nothing.
-    """
-    h, inner = model.hidden, model.inner
-    costs = [0] + [4 * h * h + 3 * inner * h] * model.layers + [0, model.vocabulary * h, 0, 0]
-    done, at, firsts = 0, 0, [0]
-    for block, cost in enumerate(costs):
-        done += cost
-        if at < count - 1 and done * count >= sum(costs) * (at + 1):
-            at += 1
-            firsts.append(block + 1)
-    if len(firsts) < count or firsts[-1] >= len(costs):
-        raise ValueError(f"{count} places exceed the {model.layers} layers and the head of {model.name}; use fewer.")
-    # Block 0 is the embedding; the last norm and the head are one entry here.
-    ends = [min(first - 1, model.layers) for first in firsts[1:]]
-    return [range(*pair) for pair in pairwise([-1, *ends, model.layers + 1])]
-
-
-def device_of(options: Options) -> Device:
-    """Return the device as the kernels of the program use it."""
-    return _device_of(options.device, options.system)
-
-
-@lru_cache(64)
-def _device_of(device: Device, system: System) -> Device:
-    attention_part = device.cudnn_part if system.has_cudnn else device.attention_part * system.attention_factor
-    node_factor = system.node_factor
-    if (attention_part, node_factor) == (device.attention_part, 1.0):
-        return device
-    return dataclasses.replace(device, attention_part=attention_part, node_part=device.node_part * node_factor)
 
 
 def made_of(

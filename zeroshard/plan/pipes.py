@@ -8,7 +8,8 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from statistics import median
 
-from zeroshard.plan.job import Options, job_of_shape, layers_of
+from zeroshard.plan.job import Options, job_of_shape
+from zeroshard.plan.places import layers_of
 from zeroshard.plan.result import Plan
 from zeroshard.plan.shape.shapes import Transformer
 from zeroshard.plan.step.film import Film, LaneSpan

@@ -12,15 +12,12 @@ from typing import Any, Final, Literal, final
 
 from zeroshard.plan.job import Options
 from zeroshard.plan.machine.retries import NO_RETRIES, Retries
+from zeroshard.plan.margins import kind_of, margin_of
 from zeroshard.plan.numbers import bar, count, seconds
 from zeroshard.plan.step.film import COLUMNS, Event, Film, LaneSpan
 
 __all__ = ["Change", "Plan", "RankClass", "Verdict", "film_columns", "verdict_of"]
 
-ERROR: Final = (0.002, 0.085)
-"""Median and 90th percentile of the relative error of memory, on published runs with data parallelism only."""
-TENSOR_ERROR: Final = (0.025, 0.207)
-"""The same with tensor parallelism: `zeroshard scorecard`, docs/plan.md."""
 GIB: Final = 2**30
 
 Verdict = Literal["fits", "tight", "no"]
@@ -227,7 +224,7 @@ class Plan:
                 "offloaded_peak_bytes": self.film.host_peak_bytes,
                 "save_bytes": self.save_bytes,
                 "owned_bytes": list(self.owned_bytes),
-                "error": dict(zip(("median", "nine_tenths"), error_of(self.asked), strict=True)),
+                "error": margin_of(self.asked)._asdict(),
                 "retries": {"by_step": list(self.retries.by_step), "is_served": self.retries.is_served},
             },
             "traffic": dict(self.film.sent_bytes),
@@ -313,11 +310,6 @@ def _plain(record: RankClass | Change) -> dict[str, Any]:
     return {name: dict(value) if isinstance(value, Mapping) else value for name, value in values.items()}
 
 
-def error_of(options: Options) -> tuple[float, float]:
-    """Return the median and the 90th percentile of the known relative errors of such plans."""
-    return TENSOR_ERROR if options.tensor > 1 else ERROR
-
-
 def verdict_of(reserved_bytes: int, outside_bytes: int, options: Options, host_bytes: int = 0) -> Verdict:
     """Return whether the device has enough memory, with the known error on reserved memory.
 
@@ -327,7 +319,7 @@ def verdict_of(reserved_bytes: int, outside_bytes: int, options: Options, host_b
     memory_bytes = options.device.memory_bytes
     if reserved_bytes + outside_bytes > memory_bytes or host_bytes > options.device.host_bytes:
         return "no"
-    return "fits" if reserved_bytes * (1 + error_of(options)[1]) + outside_bytes <= memory_bytes else "tight"
+    return "fits" if reserved_bytes * (1 + margin_of(options).nine_tenths) + outside_bytes <= memory_bytes else "tight"
 
 
 LEAST_BYTES: Final = 5 << 20
@@ -367,6 +359,20 @@ def _offloaded(plan: Plan) -> list[str]:
         f"offloaded part      {plan.moved}, in whole buckets",
         f"offload lanes       {busy}",
     ]
+
+
+def _margin(plan: Plan) -> str:
+    """Return a line on the margin of the verdict."""
+    found, (axes, sharded) = margin_of(plan.asked), kind_of(plan.asked)
+    kind = f"published runs of this kind ({axes}, {sharded} sharded)"
+    told = f"margin {found.nine_tenths:.1%}: the error of nine in ten of {found.runs}"
+    if not found.is_proven:
+        return (
+            f"margin {found.nine_tenths:.1%}: not proven on runs of this kind ({axes}, {sharded} sharded); the widest"
+        )
+    if plan.asked.device.is_cpu:
+        return f"{told} {found.left_out}"
+    return f"{told} {kind}, one {found.left_out} left out"
 
 
 def _fullest(plan: Plan) -> str:
@@ -415,7 +421,7 @@ def _render(plan: Plan) -> str:
     rows.append(("context, communicators", plan.outside_bytes))
     lines += [bar(name, nbytes, device.memory_bytes) for name, nbytes in rows]
     lines.append(bar("total", plan.total_bytes, device.memory_bytes) + f" of {device.memory_bytes / GIB:.1f}")
-    lines += ["", f"at the peak ({plan.film.peak_phase}):"]
+    lines += [_margin(plan), "", f"at the peak ({plan.film.peak_phase}):"]
     lines += [
         f"  {nbytes / GIB:8.2f}  {column}: {what}" + f" of {unit}" * bool(unit)
         for column, unit, what, nbytes in plan.live[:SHOWN_LIVE]

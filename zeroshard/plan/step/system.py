@@ -4,12 +4,14 @@ Owns the record. What a rank keeps is not here: that is a row of the residency t
 `plan/systems.py` has the systems by name, and their sources. Needs no torch.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Final, Literal, final
 
+from zeroshard.plan.machine.hardware import Device
 from zeroshard.plan.shape.transformer import Kernels
 
-__all__ = ["System", "ZEROSHARD"]
+__all__ = ["System", "ZEROSHARD", "device_of"]
 
 PLAIN_KERNELS: Final = Kernels()
 
@@ -86,3 +88,12 @@ class System:
 
 ZEROSHARD: Final = System(name="zeroshard")
 """This library: the engine's own schedule, which `table/step.py` has."""
+
+
+@lru_cache(64)
+def device_of(device: Device, system: System) -> Device:
+    """Return the device as the kernels and exchanges of a program use it."""
+    attention_part = device.cudnn_part if system.has_cudnn else device.attention_part * system.attention_factor
+    if (attention_part, system.node_factor) == (device.attention_part, 1.0):
+        return device
+    return replace(device, attention_part=attention_part, node_part=device.node_part * system.node_factor)
