@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from types import MappingProxyType
-from typing import Final, final
+from typing import Any, Final, final
 
 from zeroshard.describe.treatments import activations_of
-from zeroshard.evidence.sources import SOURCES, Source, assumed, version_of
+from zeroshard.evidence.sources import Source, assumed, known_sources, version_of
 from zeroshard.plan.job import Options, check_options, check_shape
 from zeroshard.plan.machine.hardware import Device
 from zeroshard.plan.machine.presets import device_named
@@ -66,7 +66,7 @@ def _whole(row: Mapping[str, str], key: str, default: int | None = None) -> int:
 
 
 @lru_cache(maxsize=32)
-def _device(name: str, changed: tuple[tuple[str, float], ...]) -> Device:
+def _device(name: str, changed: tuple[tuple[str, Any], ...]) -> Device:
     for start, preset in DEVICES_NAMED:
         if name.startswith(start):
             return dataclasses.replace(device_named(preset), **dict(changed)) if changed else device_named(preset)
@@ -75,7 +75,7 @@ def _device(name: str, changed: tuple[tuple[str, float], ...]) -> Device:
 
 def _system(row: Mapping[str, str], sources: Sequence[Source]) -> tuple[Source, System, bool]:
     """Return what is known of the source of a row, its system, and whether the system is assumed."""
-    for one in (*sources, *SOURCES):
+    for one in (*sources, *known_sources()):
         if row["source"].startswith(one.source):
             return one, one.made(), False
     return Source("", ""), assumed(row), True
@@ -108,7 +108,7 @@ def run_of(row: Mapping[str, str], sources: Sequence[Source] = ()) -> Run:
     """Return the run of a row.
 
     Args:
-        sources: before those of `sources.py`.
+        sources: before those of `sources.json`.
 
     Raises:
         NotPlannedError: the row says too little; the message has the reason.

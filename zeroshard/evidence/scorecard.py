@@ -24,7 +24,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
 from types import MappingProxyType
-from typing import Final, final
+from typing import Any, Final, final
 
 from zeroshard.evidence.rows import NotPlannedError, Run, run_of
 from zeroshard.evidence.sources import Source
@@ -139,13 +139,13 @@ class Scorecard:
         return _sums_by(timed, lambda one: "held out" if one.is_held_out else "chosen on")
 
     @cached_property
-    def margins(self) -> Mapping[str, Mapping[str, float | str]]:
+    def margins(self) -> Mapping[str, Mapping[str, Any]]:
         """Errors of memory by kind of run, each source or model judged by the others: `zeroshard.plan.margins`."""
         found: dict[tuple[str, str], list[Record]] = defaultdict(list)
         for one in self.records:
             if one.group != TIME and not one.is_assumed:
                 found[one.kind].append(one)
-        margins = {}
+        margins = dict[str, Mapping[str, Any]]()
         for kind, records in sorted(found.items()):
             left_out = "source" if len({one.source for one in records}) > 1 else "model"
             names = [one.source if left_out == "source" else one.label.split(",")[0] for one in records]

@@ -9,7 +9,6 @@ layers/rotary.py.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final, final
 
@@ -25,26 +24,13 @@ MULTIPROCESSORS: Final = 132
 
 
 @final
-@dataclass(frozen=True)
 class _Sizes:
     """Sizes of a micro-batch: `whole` and `own` are the bytes of hidden states of all tokens, and of this rank's."""
 
-    model: Transformer
-    batch: int
-    sequence: int
-    t: int
-
-    @property
-    def rows(self) -> int:
-        return self.batch * self.sequence
-
-    @property
-    def whole(self) -> int:
-        return self.rows * self.model.hidden * BF16
-
-    @property
-    def own(self) -> int:
-        return self.whole // self.t
+    def __init__(self, model: Transformer, batch: int, sequence: int, t: int) -> None:
+        self.model, self.batch, self.sequence, self.t, self.rows = model, batch, sequence, t, batch * sequence
+        self.whole = self.rows * model.hidden * BF16
+        self.own = self.whole // t
 
 
 @final
@@ -81,19 +67,16 @@ class _Script:
 
     def moved(self, *nbytes: int) -> "_Script":
         """Run kernels that read and write `nbytes`, one kernel per number."""
-        self.lines += [Instruction("run", "", cost=Cost(0, one)) for one in nbytes]
-        return self
+        return self.run(*(Cost(0, one) for one in nbytes))
 
     def product(self, rows: int, inputs: int, outputs: int) -> "_Script":
         """Run a matrix product."""
         moved = BF16 * (rows * inputs + inputs * outputs + rows * outputs)
-        cost = Cost(2.0 * rows * inputs * outputs, moved, "matmul", rows, outputs)
-        self.lines.append(Instruction("run", "", cost=cost))
-        return self
+        return self.run(Cost(2.0 * rows * inputs * outputs, moved, "matmul", rows, outputs))
 
-    def attention(self, flops: float) -> "_Script":
-        """Run fused attention."""
-        self.lines.append(Instruction("run", "", cost=Cost(flops, 0, "attention")))
+    def run(self, *costs: Cost) -> "_Script":
+        """Run kernels."""
+        self.lines += [Instruction("run", "", cost=one) for one in costs]
         return self
 
     def exchange(self, kind: str, nbytes: int) -> "_Script":
@@ -161,7 +144,9 @@ def _block(s: _Script, sizes: _Sizes) -> None:
     _gathered(s, sizes, h, 3 * h // t)
     s.make(split=3 * q).drop("qkv").make(kv=2 * q, keyvalue=2 * q).drop("kv").moved(6 * q, 4 * q, 4 * q, 2 * q, 2 * q)
     s.moved(*[0] * 8)  # lengths of sequences: two zeros, two sums, two scans of two kernels
-    s.make(context=q, lse=rows * sizes.model.heads // t * FP32).attention(2.0 * rows * sizes.sequence * h / t)
+    s.make(context=q, lse=rows * sizes.model.heads // t * FP32).run(
+        Cost(2.0 * rows * sizes.sequence * h / t, 0, "attention")
+    )
     if sizes.batch > 1:  # the context is transposed, and a product needs it contiguous
         s.make(copy=q).moved(2 * q)
     s.make(out=u).product(rows, h // t, h)
@@ -211,7 +196,7 @@ def _block_backward(s: _Script, sizes: _Sizes) -> None:
     _gathered(s, sizes, h, h // t)
     s.gradient("o", h * h // t).product(h, rows, h // t)
     s.make(dq=q, dk=q, dv=q, sums=2 * q, softmax=rows * sizes.model.heads // t * FP32).drop("sums", "softmax")
-    s.moved(2 * q, 2 * q).attention(5.0 * rows * sizes.sequence * h / t).moved(3 * q)
+    s.moved(2 * q, 2 * q).run(Cost(5.0 * rows * sizes.sequence * h / t, 0, "attention")).moved(3 * q)
     s.drop("dcontext", "context", "lse", "split", "keyvalue")
     s.make(dkeyvalue=2 * q).drop("dk", "dv").make(dsplit=3 * q).drop("dq", "dkeyvalue")
     s.moved(4 * q, 2 * q, 2 * q, 6 * q)
