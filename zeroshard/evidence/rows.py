@@ -12,13 +12,13 @@ from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, Final, final
 
-from zeroshard.describe.treatments import activations_of
 from zeroshard.evidence.sources import Source, assumed, known_sources, version_of
 from zeroshard.plan.job import Options, check_options, check_shape
 from zeroshard.plan.machine.hardware import Device
 from zeroshard.plan.machine.presets import device_named
 from zeroshard.plan.shape.shapes import Transformer, gpt
 from zeroshard.plan.step.system import System
+from zeroshard.table.activations import Activations, Recomputed
 from zeroshard.table.stages import CONFIGURATIONS, row_of_stage
 
 __all__ = ["NotPlannedError", "Run", "run_of"]
@@ -145,7 +145,7 @@ def run_of(row: Mapping[str, str], sources: Sequence[Source] = ()) -> Run:
         sequence=sequence,
         row=dataclasses.replace(
             row_of_stage(stage if data > 1 else 0),
-            activations=treated.activations if treated else activations_of("recompute" if is_treated else None),
+            activations=treated.activations if treated else Activations((Recomputed(),) * is_treated),
         ),
         precision=precision,
         replicas=max(1, data // device.node_ranks) if row["zero_stage"].endswith("hsdp") else 1,

@@ -70,7 +70,7 @@ class Record:
     measured: float
     is_held_out: bool
     system: str = ""
-    kind: tuple[str, str] = ("", "")
+    kind: str = ""
     is_assumed: bool = False
 
     @property
@@ -141,7 +141,7 @@ class Scorecard:
     @cached_property
     def margins(self) -> Mapping[str, Mapping[str, Any]]:
         """Errors of memory by kind of run, each source or model judged by the others: `zeroshard.plan.margins`."""
-        found: dict[tuple[str, str], list[Record]] = defaultdict(list)
+        found: dict[str, list[Record]] = defaultdict(list)
         for one in self.records:
             if one.group != TIME and not one.is_assumed:
                 found[one.kind].append(one)
@@ -152,7 +152,7 @@ class Scorecard:
             rests = [[abs(r.error) for r, n in zip(records, names, strict=True) if n != name] for name in {*names}]
             every = _sums([abs(one.error) for one in records])
             median_error, p90 = every.median, max((_sums(one).p90 for one in rests if one), default=every.p90)
-            margins[", ".join(kind)] = {
+            margins[kind] = {
                 "median": median_error, "nine_tenths": p90, "runs": len(records), "left_out": left_out
             }  # fmt: skip
         return MappingProxyType(margins)

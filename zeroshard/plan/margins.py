@@ -1,6 +1,6 @@
 """How far predictions of memory are from published runs of other systems, by kind of run.
 
-Owns the table and the choice of a plan's margin. It must not know how the errors were found: `Scorecard.margins`
+Owns `margins.json` and the choice of a plan's margin. It must not know how the errors were found: `Scorecard.margins`
 computes them, with this program's own plans. Needs no torch.
 
 Note: what a margin is
@@ -8,16 +8,15 @@ Note: what a margin is
     percentile of errors that is left when one source is taken out; if a kind has one source, when one model is.
 """
 
+import json
 from collections.abc import Mapping
+from pathlib import Path
 from types import MappingProxyType
 from typing import Final, NamedTuple, final
 
 from zeroshard.plan.job import Options
 
 __all__ = ["MEMORY", "Margin", "kind_of", "margin_of"]
-
-Kind = tuple[str, str]
-"""The axes beside data parallelism, and the last column of the state that is sharded."""
 
 
 @final
@@ -33,20 +32,19 @@ class Margin(NamedTuple):
 
 OWN: Final = Margin(0.0012, 0.02, 68, "own runs on a CPU")
 """Runs of this library on a CPU: docs/benchmarks.md."""
-MEMORY: Final[Mapping[Kind, Margin]] = MappingProxyType(
-    {
-        ("data", "nothing"): Margin(0.002, 0.085, 15, "model"),
-    }
+MEMORY: Final[Mapping[str, Margin]] = MappingProxyType(
+    {kind: Margin(**one) for kind, one in json.loads(Path(__file__).with_name("margins.json").read_text()).items()}
 )
-"""Margins by kind, from `zeroshard scorecard --json`, `margins`."""
+"""Margins by kind: "margins" of `zeroshard scorecard --json`."""
 
 
-def kind_of(options: Options) -> Kind:
-    """Return the kind of a run."""
+def kind_of(options: Options) -> str:
+    """Return the kind of a run: the axes beside data parallelism, and the last column of the state that is sharded."""
     axes = [name for name, ranks in (("tensor", options.tensor), ("pipe", options.pipe)) if ranks > 1]
     row = options.row
     cut = {"parameters": row.cuts_parameters, "gradients": row.cuts_gradients, "states": row.is_cut}
-    return " and ".join(axes) or "data", next((name for name, is_cut in cut.items() if is_cut), "nothing")
+    sharded = next((name for name, is_cut in cut.items() if is_cut), "nothing")
+    return f"{' and '.join(axes) or 'data'}, {sharded} sharded"
 
 
 def margin_of(options: Options) -> Margin:

@@ -363,16 +363,13 @@ def _offloaded(plan: Plan) -> list[str]:
 
 def _margin(plan: Plan) -> str:
     """Return a line on the margin of the verdict."""
-    found, (axes, sharded) = margin_of(plan.asked), kind_of(plan.asked)
-    kind = f"published runs of this kind ({axes}, {sharded} sharded)"
+    found, kind = margin_of(plan.asked), kind_of(plan.asked)
     told = f"margin {found.nine_tenths:.1%}: the error of nine in ten of {found.runs}"
     if not found.is_proven:
-        return (
-            f"margin {found.nine_tenths:.1%}: not proven on runs of this kind ({axes}, {sharded} sharded); the widest"
-        )
+        return f"margin {found.nine_tenths:.1%}: not proven on runs of this kind ({kind}); the widest"
     if plan.asked.device.is_cpu:
         return f"{told} {found.left_out}"
-    return f"{told} {kind}, one {found.left_out} left out"
+    return f"{told} published runs of this kind ({kind}), one {found.left_out} left out"
 
 
 def _fullest(plan: Plan) -> str:
