@@ -43,7 +43,7 @@ def kind_of(options: Options) -> str:
     axes = [name for name, ranks in (("tensor", options.tensor), ("pipe", options.pipe)) if ranks > 1]
     row = options.row
     cut = {"parameters": row.cuts_parameters, "gradients": row.cuts_gradients, "states": row.is_cut}
-    sharded = next((name for name, is_cut in cut.items() if is_cut), "nothing")
+    sharded = next((name for name, is_cut in cut.items() if is_cut and options.shard_ranks > 1), "nothing")
     return f"{' and '.join(axes) or 'data'}, {sharded} sharded"
 
 
