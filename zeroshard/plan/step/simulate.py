@@ -91,8 +91,9 @@ class _Rank:
             for bucket in unit.buckets:
                 memory, is_shared = bucket.row.parameters.memory, is_mapped and bucket.here == bucket.parameters
                 parameters, padding = bucket.bytes_of(bucket.parameters, bucket.formats.param)
-                if job.system.keeps_masters_alone and bucket.is_gathered and bucket.has_masters:
-                    parameters = padding = 0
+                # Of what is cast for each gather, only the masters are kept.
+                kept = 1 - job.system.keeps_masters_alone * bucket.is_gathered * bucket.has_masters
+                parameters, padding = kept * parameters, kept * padding
                 make(parameters, "parameters", unit.name, "parameters", is_mapped=is_shared, memory=memory)
                 make(padding, "padding", unit.name, "padding", is_mapped=is_shared, memory=memory)
                 if bucket.has_masters:
