@@ -29,7 +29,7 @@ _NANOTRON: Final = System(
     # and its hook reduces the sums; ZeRO-1 all-reduces them after the last backward (optim/gradient_accumulator.py).
     name="nanotron", stage=1, precision="bf16", kernels=Kernels(loss="sharded", program="nanotron"),
     is_sequence_parallel=True, no_sync=True, reduces_beside=False, sums_everywhere=True, keeps_gradients=True,
-    bucket_bytes=-1, publishes_flat=True, states_apart=True, probed_bytes=8 << 30, workspaces_bytes=32 * MIB,
+    bucket_bytes=-1, publishes_flat=True, has_parameter_states=True, probed_bytes=8 << 30, workspaces_bytes=32 * MIB,
     tensor_buffers=2, runs_ahead=1024, cut="compute", message_s=2e-3, host_part=1.0, exchange_part=1.0,
 )  # fmt: skip
 

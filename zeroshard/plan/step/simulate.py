@@ -120,12 +120,12 @@ class _Rank:
     def _make_states(self) -> None:
         """Take the memory of optimizer states, and of the buffers that offloaded states pass through from then on."""
         job, make = self._job, self.storages.make
-        apart = [*_states_apart(job)] if job.system.states_apart else []
-        for name, states_bytes, memory, counter_bytes in apart or job.sums.states:
-            if not apart:
+        each = [*_states_of_parameters(job)] if job.system.has_parameter_states else []
+        for name, states_bytes, memory, counter_bytes in each or job.sums.states:
+            if not each:
                 make(states_bytes, "states", name, "states", memory=memory)
             make(counter_bytes, "padding", name, "counters")
-            for part in [states_bytes // 2] * 2 * bool(apart):
+            for part in [states_bytes // 2] * 2 * bool(each):
                 make(part, "states", name, "states", memory=memory)
         for what, nbytes in (
             ("buffers for files", file_staging_bytes(job.units, job.updates)),
@@ -222,7 +222,7 @@ class _Rank:
         phases.append(Phase(phase, start_s, self._clock.now_s))
 
 
-def _states_apart(job: Job) -> Iterator[tuple[str, int, str, int]]:
+def _states_of_parameters(job: Job) -> Iterator[tuple[str, int, str, int]]:
     """Yield the states of each parameter, as `Account.states` has those of buckets."""
     for one in job.updates:
         for bucket, index in one.trained.parameters:
