@@ -14,8 +14,9 @@ from typing import Final, final
 
 import zeroshard as zs
 from tools.tables import fill
-from zeroshard.plan.machine.hardware import DEVICES, Device
-from zeroshard.plan.result import ERROR
+from zeroshard.plan.machine.hardware import Device
+from zeroshard.plan.machine.presets import DEVICES
+from zeroshard.plan.margins import margin_of
 
 __all__ = ["Needs", "best_table", "needs_of", "needs_table", "read_needs"]
 
@@ -90,7 +91,7 @@ def needs_of(model: str, place: str) -> Needs:
     """Plan a model on each device."""
     plans = [plan_of(model, place, device) for device in SIZES.values()]
     one = plans[-1]
-    device_bytes = one.reserved_bytes * (1 + ERROR[1]) + one.outside_bytes
+    device_bytes = one.reserved_bytes * (1 + margin_of(one.asked).nine_tenths) + one.outside_bytes
     numbers = device_bytes / GIB, one.host_bytes / 1e9, one.file_bytes / 1e9
     # As the page has them: up, so that what fits by these numbers does fit.
     return Needs(model, place, *(_up(number) for number in numbers), tuple(round(plan.step_s, 1) for plan in plans))

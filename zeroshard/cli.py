@@ -212,14 +212,18 @@ def paper(
 
 def scorecard(
     data: Annotated[Path, typer.Option(help="CSV file of published runs; docs/plan.md lists the columns.")],
+    systems: Annotated[
+        Path | None, typer.Option(help="JSON file with the systems of sources; docs/plan.md has the form.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything, as JSON.", metavar="")] = False,
 ) -> None:
-    """Predict published runs, and print the errors in memory and time by source."""
+    """Predict published runs, and print the errors in memory and time by system and source."""
     from zeroshard.evidence.scorecard import render
     from zeroshard.evidence.scorecard import scorecard as judge
+    from zeroshard.evidence.sources import read_sources
 
     try:
-        card = judge(data)
+        card = judge(data, () if systems is None else read_sources(systems))
     except (ValueError, OSError) as error:
         _fail(str(error))
     _say(card.to_json() if as_json else render(card))

@@ -10,7 +10,15 @@ from .source import PACKAGE, REPOSITORY
 
 CORE = ("table", "wire", "core")
 ENGINE = (*CORE, "account", "activations", "describe", "join", "setup", "store", "update", "values", "whole")
-BUDGETS = {CORE: 5120, ENGINE: 11903, ("plan",): 5922 + 527 + 13 + 10, ("evidence",): 1830, ("optim",): 1040}
+PLAYED = 589
+"""Lines that left evidence/ for plan/, which is larger by no more: other systems are options of its plans."""
+BUDGETS = {
+    CORE: 5120,
+    ENGINE: 11903,
+    ("plan",): 5922 + 527 + 13 + 10 + PLAYED,
+    ("evidence",): 1830 - PLAYED,
+    ("optim",): 1040,
+}
 """Lines of code by rooms."""
 ADDED = {
     "a step that is skipped looks at held gradients": 40,

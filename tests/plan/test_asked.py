@@ -17,7 +17,7 @@ import zeroshard as zs
 from zeroshard.describe.rows import row_of
 from zeroshard.plan import traced
 from zeroshard.plan.job import Options
-from zeroshard.plan.machine.hardware import DEVICES
+from zeroshard.plan.machine.presets import DEVICES
 from zeroshard.plan.machine.profiles import read_profile, write_profile
 from zeroshard.plan.plan_commands import add_commands
 from zeroshard.plan.shape.shapes import shape_named

@@ -10,7 +10,8 @@ import pytest
 from zeroshard.describe.parameters import row_with_parameters
 from zeroshard.describe.rows import row_of
 from zeroshard.plan.job import Options, job_of_shape
-from zeroshard.plan.machine.hardware import DEVICES, Cost, Device, Span
+from zeroshard.plan.machine.hardware import Cost, Device, Span
+from zeroshard.plan.machine.presets import DEVICES
 from zeroshard.plan.named import OPTIMIZERS, specs_of, updates_of
 from zeroshard.plan.shape.shapes import Transformer, gpt
 from zeroshard.plan.shape.tape import Tape, instructions
@@ -207,7 +208,9 @@ def test_what_is_live_at_the_peak_adds_up_to_it() -> None:
 def test_a_kernel_takes_the_longer_of_arithmetic_and_traffic() -> None:
     device = slowed()
     product = Cost(flops=1e15, kind="matmul")
-    assert device.kernel_s(product, "bfloat16") == pytest.approx(1e15 / (989e12 * device.matmul_part))
+    assert device.kernel_s(product, "bfloat16") == pytest.approx(
+        1e15 / (989e12 * device.matmul_part * device.sustained_part)
+    )
     copy = Cost(moved_bytes=3.35e12)
     assert device.kernel_s(copy, "bfloat16") == pytest.approx(1 / device.memory_part)
     # A result of one tile occupies one multiprocessor of many; a library splits the sum over half of them.

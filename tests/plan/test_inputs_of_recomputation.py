@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from zeroshard.plan.machine.hardware import DEVICES
+from zeroshard.plan.machine.presets import DEVICES
 from zeroshard.plan.named import OPTIMIZERS, PRECISIONS, specs_of, updates_of
 from zeroshard.plan.shape.shapes import gpt
 from zeroshard.plan.shape.tape import GIVEN, Instruction, Parts, instructions

@@ -19,7 +19,8 @@ from zeroshard.describe.offload import row_with
 from zeroshard.describe.precision import Precision
 from zeroshard.describe.specs import describe_units
 from zeroshard.describe.units import plan_units
-from zeroshard.plan.machine.hardware import DEVICES, Span
+from zeroshard.plan.machine.hardware import Span
+from zeroshard.plan.machine.presets import DEVICES
 from zeroshard.plan.named import OPTIMIZERS, updates_of
 from zeroshard.plan.shape.tape import Instruction, Parts
 from zeroshard.plan.step.film import Film

@@ -3,7 +3,7 @@
 import pytest
 
 from tools import one_gpu
-from zeroshard.plan.machine.hardware import DEVICES
+from zeroshard.plan.machine.presets import DEVICES
 
 TEXT = one_gpu.PAGE.read_text()
 NEEDS = one_gpu.read_needs(TEXT)

@@ -13,7 +13,7 @@ from tests import models
 from tests.oracle import STAGES, WATCHDOG_S, run_cases
 from tests.rotation import third
 from zeroshard.describe.rows import row_of
-from zeroshard.plan.machine.hardware import DEVICES
+from zeroshard.plan.machine.presets import DEVICES
 from zeroshard.plan.named import PRECISIONS, specs_of
 from zeroshard.plan.step.rank_job import Job
 from zeroshard.plan.step.simulate import make_film

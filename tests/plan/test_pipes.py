@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import zeroshard as zs
-from zeroshard.plan.machine.hardware import DEVICES
+from zeroshard.plan.machine.presets import DEVICES
 from zeroshard.plan.planning import plan_shape, shape_of
 from zeroshard.plan.trying import candidate_of
 from zeroshard.table.pipeline import RECEIVES, Kind, play, schedule_of

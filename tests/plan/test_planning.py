@@ -18,7 +18,7 @@ from zeroshard.describe.rows import row_of
 from zeroshard.optim.keeps import state_cost
 from zeroshard.plan.job import Options
 from zeroshard.plan.machine.allocator import Rules, simulate
-from zeroshard.plan.machine.hardware import DEVICES
+from zeroshard.plan.machine.presets import DEVICES
 from zeroshard.plan.machine.retries import NO_RETRIES, Retries
 from zeroshard.plan.named import OPTIMIZERS, PRECISIONS
 from zeroshard.plan.planning import make_plan
@@ -152,7 +152,7 @@ def test_a_config_file_is_read(tmp_path: Path) -> None:
             r"tensor=3 ranks times mesh=1 replicas must divide the 8",
         ),
         ({"world_size": 64, "tensor": 64}, ValueError, "tensor=64 does not divide the 32 heads of llama-3-8b"),
-        ({"world_size": 8, "device": "z1"}, ValueError, "device must be one of v100-32"),
+        ({"world_size": 8, "device": "z1"}, ValueError, "device must be one of t4, v100-16"),
         ({"world_size": 8, "precision": "int3"}, ValueError, "precision must be one of fp32"),
         ({"world_size": 8, "optimizer": "adamwx"}, ValueError, "optimizer must be one of adamw"),
         (
@@ -271,7 +271,8 @@ def test_a_device_that_is_nearly_full_sees_retries(model: str, stage: int, is_se
     room_bytes = (wide.peak_bytes + wide.reserved_bytes) // 2
     narrow = dataclasses.replace(DEVICES["h200"], memory_bytes=room_bytes + wide.outside_bytes)
     plan = make_plan(model, device=narrow, **asked)  # type: ignore[arg-type]
-    assert plan.verdict == "no" and plan.reserved_bytes == wide.reserved_bytes
+    # A run whose requests are all served after retries is tight.
+    assert plan.verdict == ("tight" if is_served else "no") and plan.reserved_bytes == wide.reserved_bytes
     assert sum(plan.retries.by_step) > 0 and plan.retries.is_served is is_served
     # The layout of the second step serves the next ones.
     assert plan.retries.steady == 0 and plan.step_s == plan.film.step_s
@@ -359,10 +360,17 @@ def test_a_module_without_inputs_is_refused() -> None:
         zs.plan(small(), world_size=2, tensor=2, inputs=[torch.zeros(4, 64)])
 
 
-@pytest.mark.parametrize(
-    ("activations", "says"), [("offload", True), ("recompute+offload", True), ("recompute", False)]
-)
-def test_a_traced_plan_says_that_its_time_has_no_copies(activations: str, says: bool) -> None:
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(3)))
-    plan = make_plan(model, world_size=1, device="h100-80", activations=activations, inputs=[torch.ones(8, 64)])
-    assert any("no copies of activations" in note for note in plan.notes) is says
+def test_a_traced_plan_plays_the_copies_of_offloaded_activations() -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(1024, 1024), nn.ReLU()) for _ in range(3)))
+    asked = {"world_size": 1, "inputs": [torch.ones(2048, 1024)], "precision": "fp32"}
+    slow = dataclasses.replace(DEVICES["h100-80"], host_bytes_per_s=1e9)
+    kept, moved, waited = (
+        make_plan(model, device=device, activations=how, **asked)  # type: ignore[arg-type]
+        for how, device in (("keep", slow), ("offload", DEVICES["h100-80"]), ("offload", slow))
+    )
+    out, back = (moved.film.sent_bytes[f"activations {way} the host"] for way in ("to", "from"))
+    assert out >= back > 2 * 2048 * 1024 * 4
+    assert not any("activations" in name for name in kept.film.sent_bytes)
+    # Over a slow bus the step takes as long as the copies, at least.
+    assert waited.film.offload_s > 0
+    assert waited.step_s >= (out + back) / 1e9 * 0.5 > kept.step_s

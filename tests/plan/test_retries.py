@@ -5,7 +5,8 @@ import dataclasses
 import pytest
 
 from zeroshard.plan.machine.allocator import Action, Event, Rules
-from zeroshard.plan.machine.hardware import CLEARED_S_PER_BYTE, DEVICES, DRIVER_CALL_S
+from zeroshard.plan.machine.hardware import CLEARED_S_PER_BYTE, DRIVER_CALL_S
+from zeroshard.plan.machine.presets import DEVICES
 from zeroshard.plan.machine.retries import NO_RETRIES, Retries, play_steps
 
 MIB = 2**20

@@ -8,7 +8,7 @@ import pytest
 
 import zeroshard as zs
 from zeroshard.describe.offload import choices_for
-from zeroshard.plan.machine.hardware import DEVICES
+from zeroshard.plan.machine.presets import DEVICES
 from zeroshard.plan.planning import plan_shape, shape_of
 from zeroshard.plan.search import frontier_of
 from zeroshard.plan.trying import candidate_of

@@ -15,6 +15,8 @@ from zeroshard.plan.trace.events import Category, Phase, Trace
 from zeroshard.plan.trace.tracer import trace_step
 from zeroshard.train.models.gpt import GPT, GPTConfig
 
+from .unit_bytes import by_unit, saved_by_module
+
 B, S, H = 4, 32, 64
 ROWS = B * S
 
@@ -73,7 +75,7 @@ class Function(nn.Module):
 )
 def test_a_module_saves_what_is_counted_by_hand(module: nn.Module, saved: dict[str, int]) -> None:
     trace = traced(module)
-    assert dict(trace.saved_by_module()) == {name: 4 * numel for name, numel in saved.items()}
+    assert dict(saved_by_module(trace)) == {name: 4 * numel for name, numel in saved.items()}
     assert trace.saved_bytes() == 4 * sum(saved.values())
 
 
@@ -85,14 +87,14 @@ def test_parameters_that_autograd_saves_are_no_activations() -> None:
 
 def test_a_storage_counts_once_however_many_views_are_saved() -> None:
     trace = traced(Function(lambda x: x[..., :8] * x[..., 8:16]))
-    assert dict(trace.saved_by_module()) == {"first": 4 * ROWS * H, "": 4 * ROWS * H}
+    assert dict(saved_by_module(trace)) == {"first": 4 * ROWS * H, "": 4 * ROWS * H}
 
 
 def test_what_is_changed_in_place_is_one_storage() -> None:
     trace = traced(nn.Sequential(nn.Linear(H, H), nn.ReLU(inplace=True), nn.Dropout(0.0)))
     made = [event for event in trace.events if event.phase is Phase.FORWARD and event.nbytes == 4 * ROWS * H]
     assert [(event.module, event.category) for event in made] == [("0", Category.ACTIVATION)]
-    assert trace.saved_by_module()["1"] == 4 * ROWS * H
+    assert saved_by_module(trace)["1"] == 4 * ROWS * H
 
 
 def test_cross_entropy_saves_probabilities_and_targets() -> None:
@@ -109,7 +111,7 @@ def test_cross_entropy_saves_probabilities_and_targets() -> None:
         model = Head()
     trace = trace_step(lambda model, *inputs: model(*inputs), model, [x, targets])
     # The logits in logarithms, the targets, the number of rows that count.
-    assert dict(trace.saved_by_module()) == {"out": 4 * ROWS * H, "": 4 * ROWS * 1000 + 8 * ROWS + 4}
+    assert dict(saved_by_module(trace)) == {"out": 4 * ROWS * H, "": 4 * ROWS * 1000 + 8 * ROWS + 4}
     assert by_category(trace)["input"] == 4 * ROWS * H + 8 * ROWS
     # Logits, then their gradient twice: of the logarithms and of themselves.
     assert trace.peak_of(Phase.BACKWARD).by_category["temporary in backward"] >= 2 * 4 * ROWS * 1000
@@ -121,7 +123,7 @@ def test_a_block_of_the_gpt_saves_what_is_counted_by_hand() -> None:
     with torch.device("meta"):
         model, tokens = GPT(config), torch.empty(B, S, dtype=torch.int64)
     trace = trace_step(lambda model, *x: model(*x), model, [tokens, tokens], units=["blocks.0", "blocks.1"])
-    block = trace.by_unit()["blocks.0"]
+    block = by_unit(trace)["blocks.0"]
     # Two norms: input and two numbers a row; the product behind each: its input. Rotated queries and keys; values, with
     # the storage of all three before; the mixed heads, as attention gives them and as the product behind it takes them,
     # and a sum for each. The MLP: its ReLU, which the square keeps as well, and the square.
@@ -129,7 +131,7 @@ def test_a_block_of_the_gpt_saves_what_is_counted_by_hand() -> None:
     attention = 2 * ROWS * width + 3 * ROWS * width + 2 * ROWS * width + ROWS * heads
     assert block.saved == 4 * (norms + attention + 2 * ROWS * 4 * width)
     assert block.inputs == block.outputs == 4 * ROWS * width
-    assert trace.by_unit()["blocks.1"].saved == block.saved
+    assert by_unit(trace)["blocks.1"].saved == block.saved
 
 
 # -- lifetimes and categories -----------------------------------------------------------------------------------------
@@ -233,7 +235,7 @@ selective = functools.partial(create_selective_checkpoint_contexts, [torch.ops.a
 )
 def test_a_checkpointed_block_saves_its_input(wrap: Callable[..., Tensor], saved: int) -> None:
     trace = traced(Stack(wrap), is_leaf=True, units=UNITS)
-    found = trace.by_unit()
+    found = by_unit(trace)
     # A result that is kept is the next block's input, and counts there.
     shared = HIDDEN * (saved == 2 * HIDDEN + INNER)
     assert [found[name].saved for name in UNITS] == [saved - shared, saved - shared, saved]
@@ -260,11 +262,11 @@ def test_a_reentrant_checkpoint_is_traced() -> None:
 
 
 def test_transient_bytes_of_units() -> None:
-    found = traced(Stack(lambda block, x: block(x)), is_leaf=True, units=UNITS).by_unit()
+    found = by_unit(traced(Stack(lambda block, x: block(x)), is_leaf=True, units=UNITS))
     assert found["blocks.1"].forward == 0
     # The gradient of the inner activations, before and after the GELU; with the first, what was saved of it goes.
     assert found["blocks.1"].backward == INNER
-    again = traced(Stack(functools.partial(checkpoint, use_reentrant=False)), is_leaf=True, units=UNITS).by_unit()
+    again = by_unit(traced(Stack(functools.partial(checkpoint, use_reentrant=False)), is_leaf=True, units=UNITS))
     assert again["blocks.1"].forward == 2 * INNER - HIDDEN  # what is made and not kept, but for the result
     assert again["blocks.1"].backward > found["blocks.1"].backward
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import zeroshard as zs
-from zeroshard.plan.machine.hardware import DEVICES
+from zeroshard.plan.machine.presets import DEVICES
 from zeroshard.plan.machine.profiles import device_for, host_device, profile_path, read_profile, write_profile
 from zeroshard.report import doctor
 from zeroshard.report.doctor import fit_line, measure_device, measure_ranks

@@ -14,7 +14,6 @@ from itertools import pairwise
 from typing import Final, final
 
 from zeroshard.evidence import paper_data as data
-from zeroshard.evidence.paper_allocator import allocator
 from zeroshard.evidence.paper_data import Largest, Run
 from zeroshard.evidence.paper_runs import AS_SAID, BUDGET_BYTES, Assumptions, model_of, outcome_of, software_part
 from zeroshard.evidence.paper_sizes import (
@@ -41,7 +40,7 @@ VARIANTS: Final = (
 MARK: Final = "Published values were read off the paper's chart, to about 2%."
 TITLES: Final = (
     "figure_1", "table_1", "table_2", "communication", "activations", "partitioned", "figure_2", "figure_3",
-    "figure_4", "allocator", "figure_6", "figure_7", "figure_8", "assumptions",
+    "figure_4", "figure_6", "figure_7", "figure_8", "assumptions",
 )  # fmt: skip
 """Names of the tables, in order."""
 
@@ -91,7 +90,7 @@ class Reproduction:
 def reproduce() -> Reproduction:
     """Predict everything; some seconds on one core."""
     makers = (figure_1, table_1, table_2, communication, activations, partitioned, figure_2, figure_3, figure_4,
-              allocator, figure_6, figure_7, figure_8, assumptions)  # fmt: skip
+              figure_6, figure_7, figure_8, assumptions)  # fmt: skip
     tables = {table.name: table for table in (make() for make in makers)}
     return Reproduction(tables, targets())
 

@@ -29,7 +29,8 @@ from types import MappingProxyType
 from typing import Final, final
 
 from zeroshard.evidence.paper_data import MEGATRON, Run
-from zeroshard.plan.machine.hardware import DEVICES, Cost, Device
+from zeroshard.plan.machine.hardware import Cost, Device
+from zeroshard.plan.machine.presets import DEVICES
 from zeroshard.plan.named import OPTIMIZERS, PRECISIONS, own_units, specs_of, updates_of
 from zeroshard.plan.shape.shapes import Transformer, gpt
 from zeroshard.plan.shape.tape import Parts, instructions
@@ -69,7 +70,11 @@ DGX_2: Final = Device(
         "node_ranks": 16,
         "node_bytes_per_s": 100e9,
         "hop_s": 3.4e-6,
-        "node_hop_s": 9.6e-6,
+        "launch_s": 4e-6,
+        "sustained_part": 1.0,
+        "node_part": 0.8,
+        "queue_s": 0.0,
+        "exchange_s": 0.0,
     }
 )
 """A V100 in a node of 16, with eight adapters of 100 Gb/s."""

@@ -1,31 +1,39 @@
 """The planner's accuracy on published runs: predictions and measurements, row by row, and statistics of the errors.
 
-Owns the reading of published rows, their conversion into plans, and the statistics. It must not know how plans are made
-(`systems.py`). Needs no torch, and reads one file.
+Owns the statistics, and the numbers of a plan that rows are compared with. It has no model of a step: memory is that of
+`zs.plan`'s film and allocator, time that of the film of `zs.search`. `rows.py` makes plans of rows. Needs no torch, and
+reads one file.
 
 Note: what is not planned, and said to be so
-    Rows without layers or width; adapters and quantized weights (LoRA, QLoRA); mixtures of experts and hybrids of other
-    projects; the largest model that fits. `Scorecard.skipped` has them, with reasons.
+    `Scorecard.skipped` has the number of rows by reason: the row does not give layers, batch or length; adapters and
+    quantized weights (LoRA, QLoRA); the largest model that fits; a layout that the plan refuses.
 """
 
 import csv
 import json
 import math
+import os
 import random
-import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from itertools import combinations
+from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
 from types import MappingProxyType
-from typing import Final, final
+from typing import Any, Final, final
 
-from zeroshard.evidence.systems import SYSTEMS, Run, System, memory_bytes, step_seconds
-from zeroshard.plan.machine.hardware import DEVICES, Device
-from zeroshard.plan.shape.shapes import Transformer, gpt
+from zeroshard.evidence.rows import NotPlannedError, Run, run_of
+from zeroshard.evidence.sources import Source
+from zeroshard.plan.job import job_of_shape
+from zeroshard.plan.margins import kind_of
+from zeroshard.plan.planning import plan_place
+from zeroshard.plan.result import Plan
+from zeroshard.plan.trying import candidate_of
+from zeroshard.table.stages import name_of_row
 
 __all__ = ["Label", "Record", "Scorecard", "Sums", "render", "scorecard"]
 
@@ -36,6 +44,8 @@ MEMORY_DATA: Final = "memory, data parallel alone"
 MEMORY_TENSOR: Final = "memory, with tensor parallelism"
 MEMORY_OTHER: Final = "memory, other layouts"
 TIME: Final = "time"
+LARGE: Final = 512
+"""Number of rows from which on a file is planned on all processors."""
 
 
 @final
@@ -47,6 +57,8 @@ class Record:
         group: group of the scorecard.
         label: model and layout.
         is_held_out: whether the row is in the half on which the parameters of time were not chosen.
+        kind: of the run, as in `zeroshard.plan.margins`.
+        system: name of the system; `is_assumed` if no table has that of the source.
     """
 
     source: str
@@ -57,6 +69,9 @@ class Record:
     predicted: float
     measured: float
     is_held_out: bool
+    system: str = ""
+    kind: str = ""
+    is_assumed: bool = False
 
     @property
     def error(self) -> float:
@@ -113,10 +128,34 @@ class Scorecard:
         return _sums_by(self.records, lambda one: f"{one.source[:52]}: {one.group.split(',')[0]}")
 
     @cached_property
+    def systems(self) -> Mapping[str, Sums]:
+        """Statistics by system and group; systems that no table names apart."""
+        return _sums_by(self.records, lambda one: f"{one.system}{', assumed' * one.is_assumed}: {one.group}")
+
+    @cached_property
     def halves(self) -> Mapping[str, Sums]:
         """Statistics of time, for the half on which the parameters were chosen and for the other half."""
         timed = [one for one in self.records if one.group == TIME]
         return _sums_by(timed, lambda one: "held out" if one.is_held_out else "chosen on")
+
+    @cached_property
+    def margins(self) -> Mapping[str, Mapping[str, Any]]:
+        """Errors of memory by kind of run, each source or model judged by the others: `zeroshard.plan.margins`."""
+        found: dict[str, list[Record]] = defaultdict(list)
+        for one in self.records:
+            if one.group != TIME and not one.is_assumed:
+                found[one.kind].append(one)
+        margins = dict[str, Mapping[str, Any]]()
+        for kind, records in sorted(found.items()):
+            left_out = "source" if len({one.source for one in records}) > 1 else "model"
+            names = [one.source if left_out == "source" else one.label.split(",")[0] for one in records]
+            rests = [[abs(r.error) for r, n in zip(records, names, strict=True) if n != name] for name in {*names}]
+            every = _sums([abs(one.error) for one in records])
+            median_error, p90 = every.median, max((_sums(one).p90 for one in rests if one), default=every.p90)
+            margins[kind] = {
+                "median": median_error, "nine_tenths": p90, "runs": len(records), "left_out": left_out
+            }  # fmt: skip
+        return MappingProxyType(margins)
 
     @property
     def balanced_accuracy(self) -> float:
@@ -139,6 +178,8 @@ class Scorecard:
         """Return everything as JSON."""
         content = {
             "groups": {key: asdict(one) for key, one in self.groups.items()},
+            "margins": {key: dict(one) for key, one in self.margins.items()},
+            "systems": {key: asdict(one) for key, one in self.systems.items()},
             "sources": {key: asdict(one) for key, one in self.sources.items()},
             "halves": {key: asdict(one) for key, one in self.halves.items()},
             "labels": {
@@ -167,152 +208,49 @@ def _sums(errors: list[float]) -> Sums:
     return Sums(n, median(errors), errors[max(0, place)], *within)
 
 
-# -- the plan of a row ------------------------------------------------------------------------------------------------
-
-_SYSTEM_OF: Final = (
-    ("HF Ultra-Scale Playbook", "nanotron"),
-    ("vTrain", "megatron-deepspeed"),
-    ("bigscience tr11", "bloom"),
-    ("bigscience experiments/gpt2.md (JZ V100-32GB, +-40% noise warned)", "deepspeed-3"),
-    ("bigscience experiments", "megatron-deepspeed"),
-    ("Megatron-LM SC21 Table 2 (ZeRO-3", "deepspeed-3"),
-    ("Megatron-LM SC21", "megatron-deepspeed"),
-    ("MT-NLG", "megatron-deepspeed"),
-    ("Megatron", "megatron"),
-    ("mosaicml/llm-foundry benchmarking README [A100 40GB", "fsdp-pure"),
-    ("mosaicml", "fsdp"),
-    ("DeepSpeed docs", "deepspeed-3"),
-    ("PyTorch FSDP", "fsdp-pure"),
-    ("ZeRO paper", "megatron-deepspeed"),
-    ("litgpt extensions/thunder README DDP", "ddp"),
-    ("litgpt extensions/thunder README single", "ddp"),
-    ("litgpt extensions/thunder README FSDP", "fsdp-pure"),
-    ("torchtune README llama3.2-3B", "ddp"),
-)
-"""Systems by prefix of the source."""
-_INNER: Final = MappingProxyType({2048: 8192, 3072: 8192, 4096: 14336, 8192: 28672})
-"""Widths of the playbook's MLPs, by hidden width (nanotron, scaling_benchmarks.py: `model_configs`)."""
-_LLAMA_INNER: Final = MappingProxyType({8192: 28672, 16384: 53248, 3072: 8192, 2048: 5632})
-
-
-class _NotPlannedError(Exception):
-    """A row is not planned; the message gives the reason."""
-
-
-def _whole(row: Mapping[str, str], key: str, default: int | None = None) -> int:
-    if row[key]:
-        return int(float(row[key]))
-    if default is None:
-        raise _NotPlannedError(f"the row has no {key}")
-    return default
-
-
-@lru_cache(maxsize=32)
-def _device(name: str) -> Device:
-    known = ("A100-40", "a100-40"), ("A100", "a100-80"), ("H100", "h100-80"), ("V100", "v100-32"), ("GB200", "gb200")
-    for start, preset in (*known, ("B200", "b200"), ("GB300", "gb200"), ("B300", "b200"), ("RTX4090", "rtx4090")):
-        if name.startswith(start):
-            device = DEVICES[preset]
-            break
-    else:
-        raise _NotPlannedError(f"no preset for the device {name or '(none)'}")
-    wide = device.peak_flops["bfloat16"]
-    # NVIDIA's data sheets: FP8 has twice the rate of bfloat16, NVFP4 four times, on the 300s six times.
-    narrow = {"float8": 2 * wide, "float4": 6 * wide if "300" in name else 4 * wide}
-    return replace(device, peak_flops=MappingProxyType({**device.peak_flops, **narrow}))
-
-
-def _system(source: str) -> System:
-    for start, name in _SYSTEM_OF:
-        if source.startswith(start):
-            return SYSTEMS[name]
-    raise _NotPlannedError("adapters, quantized weights, or too little said about the run")
-
-
-@lru_cache(maxsize=512)
-def _shape(name: str, system: str, layers: int, hidden: int, heads: int, vocabulary: int, sequence: int) -> Transformer:
-    is_llama = name.lower().startswith(("llama", "tinyllama"))
-    if not is_llama:
-        shape = gpt(name, layers, hidden, heads, vocabulary, sequence)
-        return replace(shape, dropout=0.0 if system in ("fsdp", "fsdp-pure", "megatron") else 0.1)
-    if system == "nanotron":
-        inner = _INNER[hidden]
-        # scaling_benchmarks.py: embedding and head are tied below 4B parameters; no grouped queries.
-        return Transformer(
-            name=name, layers=layers, hidden=hidden, heads=heads, vocabulary=vocabulary, inner=inner,
-            sequence=sequence, is_tied=inner < 10_000,
-        )  # fmt: skip
-    kv_heads = 4 if name.lower().startswith("tiny") else 8
-    return Transformer(
-        name=name, layers=layers, hidden=hidden, heads=heads, kv_heads=kv_heads, vocabulary=vocabulary,
-        inner=_LLAMA_INNER[hidden], sequence=sequence, is_tied=hidden == 3072,
-    )  # fmt: skip
-
-
-def _run(row: Mapping[str, str]) -> Run:
-    source, name = row["source"], row["model"]
-    system = _system(source)
-    layers, hidden, sequence = _whole(row, "layers"), _whole(row, "hidden"), _whole(row, "seq")
-    if "LoRA" in row["recompute"] or "LoRA" in source:
-        raise _NotPlannedError("adapters, quantized weights, or too little said about the run")
-    # Megatron pads GPT-2's 50,257 tokens; if the number of heads is unknown, heads are 128 wide.
-    heads, vocabulary = _whole(row, "heads", max(1, hidden // 128)), _whole(row, "vocab", 51200)
-    heads = heads if hidden % heads == 0 else max(1, hidden // 128)
-    data, tensor, pipe = (_whole(row, key, 1) for key in ("dp", "tp", "pp"))
-    batch = _whole(row, "micro_batch", 1)
-    micro_batches = max(1, _whole(row, "global_batch", batch * data) // (batch * data))
-    shape = _shape(name, system.name, layers, hidden, heads, vocabulary, sequence)
-    dtype = next((to for key, to in (("FP8", "float8"), ("NVFP4", "float4")) if key in source), "bfloat16")
-    chunks = re.search(r" VP(\d+) ", source)
-    device = _device(row["gpu"])
-    if device.name == "v100-32":
-        dtype = "float16"
-    treatment = "recompute" if row["recompute"] not in ("none", "", "baseline") else "keep"
-    return Run(
-        system=system, shape=shape, device=device, sequence=sequence, batch=batch, micro_batches=micro_batches,
-        data=data, tensor=tensor, pipe=pipe, zero=_whole(row, "zero_stage", 0), treatment=treatment, dtype=dtype,
-        chunks=int(chunks[1]) if chunks and pipe > 1 else 1,
-    )  # fmt: skip
-
-
-# -- metrics ----------------------------------------------------------------------------------------------------------
+# -- the numbers of a plan --------------------------------------------------------------------------------------------
 
 
 def token_flops(run: Run, source: str) -> float:
     """Return the operations per token, as counted by a source."""
-    shape, s = run.shape, run.sequence
+    shape, s, is_kept = run.shape, run.options.sequence, not run.options.row.activations.chain
     layers, h, vocabulary = shape.layers, shape.hidden, shape.vocabulary
     if source.startswith("Megatron-Bridge"):  # causal attention; the embedding is not a product
         return 6 * (shape.numel() - vocabulary * h) + 6 * layers * h * s
     if source.startswith("bigscience tr11"):
         return 8 * shape.numel()
-    if source.startswith(("HF", "mosaicml")):
+    if source.startswith(("HF", "mosaicml", "foundation")):
         # The playbook counts the parameters of all pipeline ranks: a tied embedding twice if there are several.
-        again = vocabulary * h if shape.is_tied and run.pipe > 1 and source.startswith("HF") else 0
+        again = vocabulary * h if shape.is_tied and run.options.pipe > 1 and source.startswith("HF") else 0
         return 6 * (shape.numel() + again) + 12 * layers * h * s
-    factor = 72 if source.startswith("Megatron-LM README") or run.treatment == "keep" else 96
+    factor = 72 if source.startswith("Megatron-LM README") or is_kept else 96
     return factor * layers * h**2 * (1 + s / (6 * h) + vocabulary / (16 * layers * h))
 
 
+@lru_cache(maxsize=8192)
+def step_s(run: Run) -> float:
+    """Return the seconds of a step, as a search simulates it: a film with the operations of each unit combined."""
+    return candidate_of(run.shape, run.options).step_s
+
+
 def _timed(run: Run, row: Mapping[str, str]) -> float:
-    step_s = step_seconds(run).step
-    tokens = run.batch * run.micro_batches * run.data * run.sequence
-    devices = run.data * run.tensor * run.pipe
-    rate = tokens / step_s / devices
+    options, took_s = run.options, step_s(run)
+    devices = options.world_size
+    rate = options.tokens_per_step / took_s / devices
     metric, flops = row["measured_metric"], token_flops(run, row["source"])
-    if metric == "iteration_time":
-        return step_s * 1e3
-    if metric in ("tokens_per_s_per_gpu", "tokens_per_s"):
-        return rate
-    if metric == "tokens_per_s_total":
-        return rate * devices
-    if metric == "mfu":
-        return 100 * rate * flops / run.device.peak_flops["bfloat16"]
-    if metric in ("model_tflops_per_gpu", "hw_tflops_per_gpu"):
-        return rate * flops / 1e12
-    if metric == "days_for_300B_tokens":
-        return 300e9 / (rate * devices) / 86400
-    raise _NotPlannedError(f"the metric {metric} is not planned")
+    found = {
+        "iteration_time": took_s * 1e3,
+        "tokens_per_s_per_gpu": rate,
+        "tokens_per_s": rate,
+        "tokens_per_s_total": rate * devices,
+        "mfu": 100 * rate * flops / options.device.peak_flops["bfloat16"],
+        "model_tflops_per_gpu": rate * flops / 1e12,
+        "hw_tflops_per_gpu": rate * flops / 1e12,
+        "days_for_300B_tokens": 300e9 / (rate * devices) / 86400,
+    }
+    if metric not in found:
+        raise NotPlannedError(f"the metric {metric} is not planned")
+    return found[metric]
 
 
 _MEMORY: Final = MappingProxyType(
@@ -326,33 +264,47 @@ _MEMORY: Final = MappingProxyType(
 )
 
 
+@lru_cache(maxsize=8192)
+def place_of(run: Run, place: int) -> Plan:
+    """Return the plan of a place of the pipe. A place has no more micro-batches in flight than there are places."""
+    options = run.options
+    if options.pipe > 1 and options.schedule == "1f1b":
+        options = replace(options, micro_batches=min(options.micro_batches, options.pipe + 1))
+    return plan_place(run.shape, options, job_of_shape(run.shape, options, place=place), place)
+
+
+def _bytes(run: Run, kind: str) -> float:
+    """Return the peak of memory: what the run would take, if the plan says that the device has too little."""
+    plan = place_of(run, 0)
+    reserved_bytes = plan.retries.reserved_bytes or plan.reserved_bytes
+    return {"reserved": reserved_bytes, "allocated": plan.peak_bytes}.get(kind, reserved_bytes + plan.outside_bytes)
+
+
+def _fits(run: Run) -> bool:
+    return all(place_of(run, place).runs for place in {0, run.options.pipe - 1})
+
+
 def _group(row: Mapping[str, str], run: Run) -> str:
     if row["measured_metric"] not in _MEMORY:
         return TIME
-    if run.system.name == "nanotron" and run.pipe == 1:
-        return MEMORY_DATA if run.tensor == 1 else MEMORY_TENSOR
+    if run.options.system.name == "nanotron" and run.options.pipe == 1:
+        return MEMORY_DATA if run.options.tensor == 1 else MEMORY_TENSOR
     return MEMORY_OTHER
 
 
 def _label(row: Mapping[str, str], run: Run) -> str:
-    parts = f"{run.data * run.tensor * run.pipe} devices, dp {run.data}, tp {run.tensor}, pp {run.pipe}"
-    return f"{row['model']}, {parts}, ZeRO-{run.zero}, batch {run.batch} x {run.micro_batches}"
+    one = run.options
+    parts = f"{one.world_size} devices, dp {one.shard_ranks * one.replicas}, tp {one.tensor}, pp {one.pipe}"
+    return f"{row['model']}, {parts}, {name_of_row(one.row)}, batch {one.batch} x {one.micro_batches}"
 
 
-def _fits(run: Run) -> bool:
-    try:
-        memory_bytes(run, "reserved")
-    except (MemoryError, ValueError):
-        return False
-    return True
-
-
-def scorecard(path: str | Path) -> Scorecard:
+def scorecard(path: str | Path, sources: Sequence[Source] = ()) -> Scorecard:
     """Plan each row of a file of published runs.
 
     Args:
         path: a CSV with the columns source, model, layers, hidden, heads, vocab, seq, gpu, n_gpus, dp, tp, pp,
             zero_stage, micro_batch, global_batch, recompute, measured_metric, value, unit.
+        sources: systems of sources, before those that the package knows.
 
     Returns:
         One record for each planned number, and one label for each run that crashed or whose memory was measured.
@@ -361,21 +313,23 @@ def scorecard(path: str | Path) -> Scorecard:
         ValueError: the file cannot be read, has no rows, or has other columns.
     """
     rows = _read(path)
-    # A row alone determines whether it is held out, so samples and the whole file agree.
     records, labels, skipped = list[Record](), list[Label](), Counter[str]()
-    for row in rows:
-        try:
-            one = _planned(row)
-        except _NotPlannedError as error:
-            skipped[str(error)] += 1
-            continue
-        if isinstance(one, Record):
-            records.append(one)
-            if one.group != TIME:
-                labels.append(Label(one.source, one.label, ran=True, fits=_fits(_run(row))))
+    for one in _all_planned(rows, sources):
+        if isinstance(one, str):
+            skipped[one] += 1
         else:
-            labels.append(one)
+            records += [part for part in one if isinstance(part, Record)]
+            labels += [part for part in one if isinstance(part, Label)]
     return Scorecard(tuple(records), tuple(labels), MappingProxyType(dict(skipped)), _ranks(records))
+
+
+def _all_planned(rows: list[dict[str, str]], sources: Sequence[Source]) -> Iterable[tuple[Record | Label, ...] | str]:
+    """Plan all rows; of a large file, on all processors. Neighbours are of one run, so they stay together."""
+    plan = partial(_planned, sources=sources)
+    if len(rows) < LARGE:
+        return map(plan, rows)
+    with ProcessPoolExecutor(os.cpu_count(), get_context("forkserver")) as pool:
+        return [*pool.map(plan, rows, chunksize=LARGE // 8)]
 
 
 def _read(path: str | Path) -> list[dict[str, str]]:
@@ -389,30 +343,34 @@ def _read(path: str | Path) -> list[dict[str, str]]:
     return rows
 
 
-def _planned(row: Mapping[str, str]) -> Record | Label:
-    run = _run(row)
-    metric = row["measured_metric"]
+def _planned(row: Mapping[str, str], sources: Sequence[Source] = ()) -> tuple[Record | Label, ...] | str:
+    """Return what a row is compared with, or why it is not planned."""
+    try:
+        return _compared(row, run_of(row, sources))
+    except NotPlannedError as error:
+        return str(error)
+
+
+def _compared(row: Mapping[str, str], run: Run) -> tuple[Record | Label, ...]:
+    metric, label, system = row["measured_metric"], _label(row, run), run.options.system.name
     if metric == "status":
-        return Label(row["source"], _label(row, run), ran=row["value"] == "ok", fits=_fits(run))
-    measured = float(row["value"])
-    if not measured:
-        raise _NotPlannedError("a number that was rounded to 0")
+        fits = not run.refused and _fits(run)
+        return (Label(row["source"], label, ran=row["value"] == "ok", fits=fits),)
+    if run.refused:
+        raise NotPlannedError(run.refused)
+    if not (measured := float(row["value"])):
+        raise NotPlannedError("a number that was rounded to 0")
     if metric in _MEMORY:
-        try:
-            nbytes: float = memory_bytes(run, _MEMORY[metric])
-        except (MemoryError, ValueError):
-            nbytes = run.device.memory_bytes
-        predicted = nbytes / (GIB if row["unit"] == "GiB" else GB)
+        predicted = _bytes(run, _MEMORY[metric]) / (GIB if row["unit"] == "GiB" else GB)
     else:
-        try:
-            predicted = _timed(run, row)
-        except ValueError as error:
-            raise _NotPlannedError("a layout that the plan says does not run") from error
+        predicted = _timed(run, row)
+    # A row alone determines whether it is held out, so samples and the whole file agree.
     key = "".join(row[name] for name in ("source", "model", "seq", "n_gpus", "tp", "pp", "zero_stage", "micro_batch"))
     is_held_out = random.Random(f"{SEED}{key}").random() < 0.5
-    return Record(
-        row["source"], _group(row, run), _label(row, run), metric, row["unit"], predicted, measured, is_held_out
-    )
+    place = row["source"], _group(row, run), label, metric, row["unit"]
+    record = Record(*place, predicted, measured, is_held_out, system, kind_of(run.options), run.is_assumed)
+    ran = (Label(row["source"], label, ran=True, fits=_fits(run)),) if record.group != TIME else ()
+    return record, *ran
 
 
 def _ranks(records: Iterable[Record]) -> Mapping[str, float]:
@@ -443,7 +401,12 @@ def render(card: Scorecard, *, others: int = 20) -> str:
         others: number of listed rows of other layouts, and of wrong labels; the largest errors first.
     """
     lines = ["Predicted against published runs (absolute relative errors)", ""]
-    for title, sums in (("", card.groups), ("Time, by half", card.halves), ("By source", card.sources)):
+    for title, sums in (
+        ("", card.groups),
+        ("Time, by half", card.halves),
+        ("By system", card.systems),
+        ("By source", card.sources),
+    ):
         lines += [title] * bool(title)
         lines.append(f"{'':62}{'rows':>6}{'median':>8}{'p90':>8}{'<=10%':>7}{'<=15%':>7}")
         lines += [

@@ -7,8 +7,7 @@ result of a job (`planning.py`). Needs no torch. Read `film.py` first.
 import dataclasses
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
-from itertools import pairwise
+from functools import cached_property, lru_cache, partial
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple, final
 
@@ -17,15 +16,18 @@ from zeroshard.describe.offload import Offload, check_in_files, row_with
 from zeroshard.describe.parameters import check_patterns
 from zeroshard.plan.machine.hardware import Cost, Device
 from zeroshard.plan.named import OPTIMIZERS, PRECISIONS, States, own_units, specs_of, updates_of
+from zeroshard.plan.places import layers_of
+from zeroshard.plan.shape.nanotron import nanotron_parts
 from zeroshard.plan.shape.shapes import Transformer
 from zeroshard.plan.shape.tape import Parts, coarse, instructions
-from zeroshard.plan.shape.transformer import Kernels, Workload, cached_tapes
+from zeroshard.plan.shape.transformer import Workload, cached_tapes
 from zeroshard.plan.step.rank_job import Account, Job, Piped, account_of
 from zeroshard.plan.step.script import Call, script_of
+from zeroshard.plan.step.system import ZEROSHARD, System, device_of
 from zeroshard.table.activations import Activations, Chain, Offloaded, Partitioned, Recomputed, fits
 from zeroshard.table.bytes import Updates
 from zeroshard.table.cells import Residency
-from zeroshard.table.pipeline import RECEIVES, Schedule, balanced, training_of
+from zeroshard.table.pipeline import RECEIVES, Schedule, training_of
 from zeroshard.table.settings import WIRE_BYTES
 from zeroshard.table.spec import Formats, UnitSpec, itemsize
 from zeroshard.table.stages import name_of_row
@@ -44,11 +46,11 @@ __all__ = [
     "treatment_of",
 ]
 
+NATIVE: Final = Native(lands_together=False)
+"""Of a program whose gradients wait one by one."""
 TOKEN_BYTES: Final = 8
 """Bytes of a token or target: torch's int64."""
 
-
-PLAIN_KERNELS: Final = Kernels()
 
 EMBEDDINGS: Final = ("wte", "embed_tokens")
 
@@ -92,7 +94,7 @@ class Options:
         optimizer: a name in `OPTIMIZERS`, or the class names of `optimizers`, joined by "+".
         optimizers: the optimizers of a module's parameters.
         micro_batches: number of micro-batches per step.
-        kernels: the kernels of the program.
+        system: the program.
         shared_memory: whether CPU ranks of one host read each other's memory, as in `zs.Settings(shared_memory=)`.
         zeros: fraction of zeros in the results of ReLUs, for compressed activations of modules; None if unknown.
         fused: whether the optimizer updates in one kernel, which needs no temporary memory.
@@ -114,7 +116,7 @@ class Options:
     is_sequence_parallel: bool = False
     optimizer: str = "adamw"
     micro_batches: int = 1
-    kernels: Kernels = PLAIN_KERNELS
+    system: System = ZEROSHARD
     shared_memory: bool = True
     zeros: float | None = None
     fused: bool = False
@@ -191,6 +193,7 @@ class Options:
         """Return the options as readable text."""
         reduced = ("last" if self.no_sync else "each") + ", recompute" * self.recompute
         return {
+            "system": self.system.name,
             "ranks": self.world_size,
             "device": self.device.name,
             "row": name_of_row(dataclasses.replace(self.placed_row, activations=Activations())),
@@ -268,7 +271,7 @@ def wire_of(options: Options) -> Wire:
     if options.place_ranks // options.tensor == 1:
         return Silence()
     if not options.device.is_cpu:
-        return Native()
+        return NATIVE if options.system.kernels.program else Native()
     is_shared = options.shared_memory and options.shard_ranks > 1
     return HostWire(SHOWN_NUMEL, options.wire_bytes) if is_shared else Messages(options.wire_bytes)
 
@@ -289,10 +292,10 @@ def job_of_shape(
     """
     check_options(options)
     check_shape(model, options)
-    formats, device = options.formats, options.device
+    formats, device, system = options.formats, device_of(options.device, options.system), options.system
     row = dataclasses.replace(options.placed_row, activations=Activations())
     schedule = options.training
-    layers = layers_of(model, schedule.all_chunks)
+    layers = layers_of(model, schedule.all_chunks, system.cut)
     own = tuple(layer for chunk in schedule.chunks_of(place) for layer in layers[chunk])
     sharding = (model, own, options.tensor, row, formats, options.shard_ranks, options.replicas, rank)
     specs = _specs(*sharding)
@@ -303,8 +306,8 @@ def job_of_shape(
             shown = ", ".join(name for name in names if name)
             raise ValueError(f"activations= names {pattern!r}, which matches no unit of {model.name}; units: {shown}.")
     check_patterns(options.row, names)
-    load = load_of(options)
-    summed = (device, formats.param) if is_coarse else None
+    load, made = load_of(options), made_of(model, specs, options, own)
+    summed = (device, formats.param, system.products or formats.param) if is_coarse else None
 
     def calls_of(layers: Collection[int]) -> Iterator[Call]:
         for unit, kind in _uses(model, specs, layers):
@@ -330,6 +333,9 @@ def job_of_shape(
         host_ranks=options.node_processes,
         is_early=options.is_filed,
         no_sync=options.no_sync,
+        seconds=partial(_kernel_s, (device, formats.param, system.products)) if system.products else None,
+        system=system,
+        made=made,
     )
     if options.pipe == 1:
         return job
@@ -351,19 +357,29 @@ def tied_bytes_of(units: Sequence[UnitSpec]) -> int:
     return sum((bucket.states[1] - bucket.states[0]) * itemsize(bucket.formats.grad) for bucket in buckets)
 
 
-@lru_cache(256)
-def layers_of(model: Transformer, count: int) -> Sequence[range]:
-    """Return the layers of each chunk of a pipe, cut as `zs.pipeline` cuts.
+def made_of(
+    model: Transformer, specs: Sequence[UnitSpec], options: Options, own: Sequence[int]
+) -> Mapping[str, Sequence[tuple[str, int]]]:
+    """Return the memory that a program makes once, as in `Job.made`.
 
-    Raises:
-        ValueError: there are fewer layers than chunks.
+    Args:
+        own: what the place has, as in `layers_of`.
     """
-    if model.layers < count:
-        raise ValueError(f"{model.name} has {model.layers} blocks, too few for a pipe of {count} chunks.")
-    sizes = [sum(numel for _, numel in model.block_parameters(layer)) for layer in range(model.layers)]
-    for place in (0, -1):  # the embedding, and the head, which counts also where it is tied
-        sizes[place] += model.vocabulary * model.hidden
-    return [range(*pair) for pair in pairwise([*balanced(sizes, count), model.layers])]
+    system, found = options.system, dict[str, list[tuple[str, int]]]()
+    numel = sum(bucket.layout.numel for unit in specs for bucket in unit.reduced)
+    if system.bucket_bytes and options.shard_ranks * options.replicas > 1:
+        is_copy = system.bucket_bytes < 0 and not options.row.is_cut
+        nbytes = numel * itemsize(options.formats.param) if is_copy else max(0, system.bucket_bytes)
+        found["model"] = [("buckets of gradients", nbytes)]
+    if system.tensor_buffers and options.tensor > 1:
+        whole_bytes = options.batch * options.sequence * model.hidden * itemsize(options.formats.param)
+        found["start"] = [("buffer of gathered hidden states", whole_bytes)] * system.tensor_buffers
+    if system.workspaces_bytes:
+        workspace = ("workspace of matrix products", system.workspaces_bytes)
+        rotary = ("cosines and sines", options.sequence * model.head_width // 2 * 2)
+        count = 2 * sum(0 <= one < model.layers for one in own)
+        found |= {"forward": [workspace] + [rotary] * count, "backward": [workspace]}
+    return found
 
 
 def activations_of_shape(model: Transformer, options: Options) -> tuple[float, int, float]:
@@ -384,7 +400,7 @@ def load_of(options: Options) -> Workload:
         itemsize=itemsize(options.formats.param),
         tensor=options.tensor,
         is_sequence_parallel=options.is_sequence_parallel,
-        kernels=options.kernels,
+        kernels=options.system.kernels,
     )
 
 
@@ -395,7 +411,7 @@ def check_shape(model: Transformer, options: Options) -> None:
         ValueError: the tensor ranks do not divide heads or widths, the sequence exceeds the model's positions, or a
             schedule of the pipe is not supported.
     """
-    layers_of(model, options.training.all_chunks)
+    layers_of(model, options.training.all_chunks, options.system.cut)
     if options.sequence > model.sequence:
         raise ValueError(
             f"{model.name} takes sequences of at most {model.sequence:,} tokens; got sequence={options.sequence:,}."
@@ -416,12 +432,14 @@ def _uses(model: Transformer, specs: Sequence[UnitSpec], layers: Collection[int]
     blocks = {
         int(unit.name.rpartition(".")[2]): unit for unit in specs if ".h." in unit.name or ".layers." in unit.name
     }
-    if 0 in layers and embedding is not None:
+    if -1 in layers and embedding is not None:
         yield embedding, "embedding"
     for layer in layers:
+        if not 0 <= layer < model.layers:
+            continue
         yield blocks[layer], "dense" if model.experts and not model.has_experts(layer) else "block"
     head = by_name.get("lm_head", embedding)
-    if model.layers - 1 in layers and head is not None:
+    if model.layers in layers and head is not None:
         yield head, "head"
 
 
@@ -437,7 +455,7 @@ def _specs(
     rank: int,
 ) -> tuple[UnitSpec, ...]:
     """Return the units of some layers; the embedding comes with the first one, norm and head with the last."""
-    is_first, is_last = 0 in layers, model.layers - 1 in layers
+    is_first, is_last = -1 in layers, model.layers in layers
     units = dict(own_units(model, tensor))
     units[""] = tuple(one for one in units[""] if (is_first if "wpe" in one[0] else is_last))
     ends = {"lm_head": is_last, **dict.fromkeys(EMBEDDINGS, is_first or (is_last and model.is_tied))}
@@ -454,10 +472,17 @@ def _account(optimizer: str, device: Device, model: Transformer, *sharding: Any)
     return updates, account_of(updates, device)
 
 
+_written: Final = lru_cache(64)(nanotron_parts)
+
+
 @lru_cache(1024)
 def _parts(
-    model: Transformer, load: Workload, kind: str, treatment: Treatment, summed: tuple[Device, str] | None
+    model: Transformer, load: Workload, kind: str, treatment: Treatment, summed: tuple[Device, str, str] | None
 ) -> Parts:
+    if summed is None and load.kernels.program == "nanotron":
+        if treatment != Treatment():
+            raise ValueError("activations= of nanotron: its kernels are planned without recomputation; leave it out.")
+        return _written(model, load.batch, load.sequence, load.tensor)[kind]
     if summed is None:
         return instructions(
             cached_tapes(model, load)[kind],
@@ -465,9 +490,10 @@ def _parts(
             input_parts=treatment.input_parts,
             is_input_offloaded=treatment.is_input_offloaded,
         )
-    device, dtype = summed
+    return coarse(_parts(model, load, kind, treatment, None), partial(_kernel_s, summed))
 
-    def seconds(cost: Cost) -> float:
-        return device.kernel_s(cost, dtype)
 
-    return coarse(_parts(model, load, kind, treatment, None), seconds)
+def _kernel_s(summed: tuple[Device, str, str], cost: Cost) -> float:
+    """Return the seconds of a kernel of a device, with a dtype, and another one of matrix products."""
+    device, dtype, products = summed
+    return device.kernel_s(cost, products if cost.kind == "matmul" else dtype)

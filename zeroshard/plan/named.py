@@ -39,10 +39,12 @@ PRECISIONS: Final[Mapping[str, Formats]] = MappingProxyType(
         "fp16": Formats("float16", _WIDE, _WIDE, _WIDE, _WIDE),
         "paper": Formats("float16", "float16", "float16", _WIDE, _WIDE),
         "bf16-grads": Formats("bfloat16", "bfloat16", "bfloat16", _WIDE, _WIDE),
+        "bf16-pure": Formats("bfloat16", "bfloat16", _WIDE, _WIDE, _WIDE),
         "all-bf16": Formats("bfloat16", "bfloat16", "bfloat16", "bfloat16", "bfloat16"),
     }
 )
-"""Precisions by name: those of `zs.shard`, the paper's, gradients as they are computed, and everything in bfloat16."""
+"""Precisions by name: those of `zs.shard`, the paper's, gradients as they are computed, gradients exchanged in bfloat16
+and held in float32 ("PURE" of FSDP), and everything in bfloat16."""
 
 
 @final

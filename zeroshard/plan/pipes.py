@@ -8,7 +8,8 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from statistics import median
 
-from zeroshard.plan.job import Options, job_of_shape, layers_of
+from zeroshard.plan.job import Options, job_of_shape
+from zeroshard.plan.places import layers_of
 from zeroshard.plan.result import Plan
 from zeroshard.plan.shape.shapes import Transformer
 from zeroshard.plan.step.film import Film, LaneSpan
@@ -53,12 +54,18 @@ def quick_film(shape: Transformer, options: Options) -> tuple[Job, Film, float]:
     """Return job and film of the fullest place, with coarse units, and the seconds of a step, for searches.
 
     Of places with equal layers, the first one is simulated: it has the most micro-batches in flight. With "1f1b" these
-    are no more than places, as are gradients under way, so the film has no more than both.
+    are no more than places, as are gradients under way, so the film has no more than both; with "interleaved" no more
+    than two rounds.
     """
     schedule = options.training
-    if options.schedule == "1f1b":
-        options = dataclasses.replace(options, micro_batches=min(options.micro_batches, 2 * options.pipe + 1))
-    layers, kinds = layers_of(shape, schedule.all_chunks), dict[tuple[object, ...], tuple[Job, Film]]()
+    most = 2 * options.pipe + (options.schedule == "1f1b")
+    is_short = options.schedule == "1f1b" or options.micro_batches % options.pipe == 0
+    if options.schedule in ("1f1b", "interleaved") and is_short:
+        options = dataclasses.replace(options, micro_batches=min(options.micro_batches, most))
+    layers, kinds = (
+        layers_of(shape, schedule.all_chunks, options.system.cut),
+        dict[tuple[object, ...], tuple[Job, Film]](),
+    )
     places = list[tuple[Job, Film]]()
     for place in range(options.pipe):
         own = [layers[chunk] for chunk in schedule.chunks_of(place)]
@@ -91,7 +98,11 @@ def _played(schedule: Schedule, places: Sequence[tuple[Job, Film]], options: Opt
         tails.append(took[-1][1] - seconds[Kind.BACKWARD][numbers[passes[-1].chunk]])
         most_bytes = max(sum(nbytes for _, nbytes in borders) for borders in job.pipe.messages.values())
     span = options.device.spread(options.pipe, options.place_ranks)
-    spans = play(schedule, seconds, options.device.collective_s("send", most_bytes, span))
+    sent_s = options.device.collective_s("send", most_bytes, span)
+    if options.system.message_s:  # the host waits for the messages, and queues nothing meanwhile
+        for some in seconds.values():
+            some[:] = [took_s + options.system.message_s / 2 + sent_s for took_s in some]
+    spans = play(schedule, seconds, sent_s)
     return spans, max(one[-1][-1] + tail for one, tail in zip(spans, tails, strict=True))
 
 

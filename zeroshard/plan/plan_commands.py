@@ -9,7 +9,8 @@ import json
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Final
 
-from zeroshard.plan.machine.hardware import DEVICES
+from zeroshard.plan.beside import table_of
+from zeroshard.plan.machine.presets import DEVICES
 from zeroshard.plan.machine.profiles import device_for
 from zeroshard.plan.planning import make_plan
 from zeroshard.plan.search import search
@@ -65,6 +66,9 @@ def add_commands(app: "typer.Typer", show: Print, fail: Callable[[str], None]) -
         micro_batches: Annotated[int, typer.Option(help="Of a step.")] = 1,
         no_sync: Annotated[bool, typer.Option("--no-sync", help="Reduce gradients in the last of them only.")] = False,
         host: Annotated[float | None, typer.Option(help="Host memory of a node in GB; replaces the preset's.")] = None,
+        system: Annotated[
+            str, typer.Option(help="Programs to compare with zeroshard: fsdp2, deepspeed-3, ..., joined by commas.")
+        ] = "",
         as_search: Annotated[bool, typer.Option("--search", help="Try many configurations.")] = False,
         as_json: Annotated[bool, typer.Option("--json", help="Print everything, as JSON.")] = False,
         as_list: Annotated[bool, typer.Option("--list", help="List the bundled shapes and devices.")] = False,
@@ -91,11 +95,17 @@ def add_commands(app: "typer.Typer", show: Print, fail: Callable[[str], None]) -
             asked = same | {name: context.params[name] for name in TRIED}
             if (stage or "").isdecimal():
                 asked["stage"] = int(stage or "")
-            made = make_plan(model, world_size=counts[0], device=where, offload=offload, **asked)
+            asked |= {"world_size": counts[0], "device": where, "offload": offload}
+            made = make_plan(model, **asked)
+            others = [make_plan(model, **asked, system=name.strip()) for name in system.split(",") if name.strip()]
         except (ValueError, TypeError, OSError) as error:
             fail(str(error))
             return
-        show(json.dumps(made.to_json()) if as_json else str(made))
+        if others:
+            plans = [made, *others]
+            show(json.dumps([one.to_json() for one in plans]) if as_json else table_of(plans))
+        else:
+            show(json.dumps(made.to_json()) if as_json else str(made))
 
     app.command()(plan)
 

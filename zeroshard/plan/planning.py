@@ -24,11 +24,11 @@ from zeroshard.plan.job import (
     check_options,
     job_of_shape,
     outside_bytes_of,
-    precision_for,
 )
+from zeroshard.plan.machine.allocator import Action, Rules, simulate
 from zeroshard.plan.machine.allocator import Event as Call
-from zeroshard.plan.machine.allocator import Rules, simulate
-from zeroshard.plan.machine.hardware import Device, device_named
+from zeroshard.plan.machine.hardware import Device
+from zeroshard.plan.machine.presets import device_named
 from zeroshard.plan.machine.retries import NO_RETRIES, Retries, play_steps
 from zeroshard.plan.named import OPTIMIZERS, PRECISIONS
 from zeroshard.plan.pipes import jobs_of_places, joined, timed
@@ -37,8 +37,10 @@ from zeroshard.plan.shape.shapes import SHAPES, Transformer, read_config, shape_
 from zeroshard.plan.step.film import Film, calls_of
 from zeroshard.plan.step.rank_job import Job
 from zeroshard.plan.step.simulate import make_film, resident_bytes
+from zeroshard.plan.step.system import ZEROSHARD, System
 from zeroshard.plan.step.turns import shown_ranks
-from zeroshard.plan.sums import element_bytes_of, flops_of, host_bytes_of, notes_of, save_bytes_of
+from zeroshard.plan.sums import compute_dtype_of, element_bytes_of, flops_of, host_bytes_of, notes_of, save_bytes_of
+from zeroshard.plan.systems import precision_of_system, system_named
 from zeroshard.plan.trying import changes_of
 from zeroshard.table.cells import Residency
 from zeroshard.table.pipeline import training_of
@@ -90,6 +92,7 @@ def make_plan(
     reduce: str = "auto",
     recompute: bool = False,
     cut: Sequence[str] | None = None,
+    system: str | System = ZEROSHARD,
 ) -> Plan:
     """Predict a run: memory by column and at its peak, time of a step, traffic, and whether it fits.
 
@@ -140,6 +143,9 @@ def make_plan(
             `zs.pipeline`, and a plan has classes of ranks by place.
         schedule, chunks, reduce, recompute: as in `zs.pipeline`.
         cut: for modules, as in `zs.pipeline`.
+        system: the program that trains: a name in `zeroshard.plan.systems.SYSTEMS`, such as "fsdp2" or "deepspeed-3",
+            or a `System`. Its stage and precision are those of the plan unless these are given. For a module, its
+            kernels are the module's own.
 
     Returns: the plan; `print(plan)` shows it.
 
@@ -156,14 +162,14 @@ def make_plan(
     assert plan.verdict == "fits"
     ```
     """
-    preset = device_named(device)
+    preset, system = device_named(device), system_named(system)
     sharing = Asked(
-        stage=stage,
+        stage=system.stage if stage is None and residency is None else stage,
         residency=residency,
         activations=activations,
-        offload=offload,
+        offload=system.offload or None if offload is None else offload,
         parameters=parameters,
-        precision=precision_for(preset) if precision is None else precision,
+        precision=precision_of_system(system, preset) if precision is None else precision,
         mesh=mesh,
     )
     counts = check_count("world_size", world_size), check_count("tensor", tensor)
@@ -191,7 +197,7 @@ def make_plan(
         precision=chosen[0],
         replicas=axes.get("replicate", 1),
         tensor=axes.get("tensor", 1),
-        is_sequence_parallel=sequence_parallel,
+        is_sequence_parallel=sequence_parallel or (shape is not None and tensor > 1 and system.is_sequence_parallel),
         optimizer=name,
         micro_batches=micro_batches,
         shared_memory=shared_memory,
@@ -202,12 +208,13 @@ def make_plan(
         chosen=chosen[1],
         chosen_formats=chosen[2],
         wire_bytes=wire_bytes,
-        no_sync=reduce != "each" if places > 1 else no_sync,
+        no_sync=reduce != "each" if places > 1 else no_sync or system.no_sync,
         elementwise=elementwise,
         pipe=places,
         schedule=schedule,
         chunks=training.chunks,
         recompute=recompute,
+        system=system,
     )
     check_options(options)
     given = {"inputs": inputs, "loss": loss, "units": units, "reads": reads, "parallelize": parallelize}
@@ -384,15 +391,17 @@ def plan_module(
 
 def plan_shape(shape: Transformer, options: Options) -> Plan:
     """Return the plan of a shape."""
-    flops = flops_of(shape, options) * options.tokens_per_step
-    numels = shape.numel(), shape.used_numel()
-    kept, notes = activations_of_shape(shape, options), notes_of(options)
     jobs = jobs_of_places(shape, options) if options.pipe > 1 else [job_of_shape(shape, options)]
-    plans = [
-        _plan(shape.name, numels, options, job, flops, kept, _other_ranks(shape, options, job, place), notes)
-        for place, job in enumerate(jobs)
-    ]
+    plans = [plan_place(shape, options, job, place) for place, job in enumerate(jobs)]
     return joined(plans) if options.pipe > 1 else plans[0]
+
+
+def plan_place(shape: Transformer, options: Options, job: Job, place: int) -> Plan:
+    """Return the plan of a place of a pipe, from its job; without a pipe there is one place."""
+    flops = flops_of(shape, options) * options.tokens_per_step
+    numels, kept = (shape.numel(), shape.used_numel()), activations_of_shape(shape, options)
+    others = _other_ranks(shape, options, job, place)
+    return _plan(shape.name, numels, options, job, flops, kept, others, notes_of(options))
 
 
 def _plan(
@@ -416,7 +425,7 @@ def _plan(
     """
     film, first = make_film(job, is_settled=True), make_film(job, is_first=True)
     # The rules are those of the allocator of GPUs; that of a CPU keeps nothing.
-    steps = chain.from_iterable(_steps(first, film))
+    steps = chain.from_iterable(_steps(first, film, probed_bytes=options.system.probed_bytes))
     reserved_bytes = film.everywhere_bytes if options.device.is_cpu else simulate(steps, Rules()).peak_reserved_bytes
     alone = options.place_ranks - sum(count for _, count, _ in others)
     ranks = [
@@ -444,6 +453,7 @@ def _plan(
         retries=_retries_of(first, film, reserved_bytes, options),
         owned_bytes=tuple(owned_bytes(job.updates, options.shard_ranks)),
         moved=text_of(reached(job.units)),
+        compute_dtype=compute_dtype_of(job),
     )
 
 
@@ -473,7 +483,8 @@ def _retries_of(first: Film, film: Film, reserved_bytes: int, options: Options) 
     room_bytes = options.device.memory_bytes - outside_bytes_of(options)
     if options.device.is_cpu or not max(film.peak[0], first.peak[0]) <= room_bytes < reserved_bytes:
         return NO_RETRIES
-    return play_steps(_steps(first, film, SETTLED), Rules(device_bytes=room_bytes), options.device)
+    steps = _steps(first, film, SETTLED, probed_bytes=options.system.probed_bytes)
+    return play_steps(steps, Rules(device_bytes=room_bytes), options.device)
 
 
 def _other_ranks(shape: Transformer, options: Options, job: Job, place: int) -> list[tuple[str, int, Job]]:
@@ -492,9 +503,16 @@ def _other_ranks(shape: Transformer, options: Options, job: Job, place: int) -> 
     ]
 
 
-def _steps(first: Film, film: Film, steady: int = 2) -> Iterator[Iterator[Call]]:
-    """Yield the allocator's calls of a first step and of some steady ones, over one set of what is resident."""
-    yield calls_of((*first.before, *first.events))
+def _steps(first: Film, film: Film, steady: int = 2, probed_bytes: int = 0) -> Iterator[Iterator[Call]]:
+    """Yield the allocator's calls of a first step and of some steady ones, over one set of what is resident.
+
+    Args:
+        probed_bytes: as in `System`; the segments go back to the driver when the model is there.
+    """
+    probes = [f"probe {number}" for number in range(probed_bytes >> 30)]
+    taken = [*(Call(one, 1 << 30) for one in probes), *(Call(one, 0, action=Action.FREE) for one in probes)]
+    emptied = [Call(one, 0, action=Action.EMPTY) for one in probes[:1]]
+    yield chain(taken, calls_of(first.before), emptied, calls_of(first.events))
     # States were made in the first step; what a later step makes has numbers of its own.
     shift = 1 + max((one.storage for one in (*film.before, *film.events)), default=0)
     made = {one.storage for one in film.before}

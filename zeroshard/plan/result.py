@@ -12,15 +12,12 @@ from typing import Any, Final, Literal, final
 
 from zeroshard.plan.job import Options
 from zeroshard.plan.machine.retries import NO_RETRIES, Retries
+from zeroshard.plan.margins import kind_of, margin_of
 from zeroshard.plan.numbers import bar, count, seconds
 from zeroshard.plan.step.film import COLUMNS, Event, Film, LaneSpan
 
 __all__ = ["Change", "Plan", "RankClass", "Verdict", "film_columns", "verdict_of"]
 
-ERROR: Final = (0.002, 0.085)
-"""Median and 90th percentile of the relative error of memory, on published runs with data parallelism only."""
-TENSOR_ERROR: Final = (0.025, 0.207)
-"""The same with tensor parallelism: `zeroshard scorecard`, docs/plan.md."""
 GIB: Final = 2**30
 
 Verdict = Literal["fits", "tight", "no"]
@@ -90,6 +87,7 @@ class Plan:
         shown: index of the class of ranks that `film`, `first` and `live` are of.
         idle: by place of a pipe, the part of the time until the last backward in which it waits for other places.
         later_s: of a pipe, seconds for which the place of `film` waits for the updates of others.
+        compute_dtype: dtype of most operations, whose peak `mfu` counts.
         retries: retries of the allocator, on a device with room for allocated but not for all reserved memory.
         find_changes: returns `changes` of a plan; None if they are not planned.
 
@@ -125,6 +123,7 @@ class Plan:
     shown: int = 0
     idle: Sequence[float] = ()
     later_s: float = 0.0
+    compute_dtype: str = "bfloat16"
     find_changes: Callable[["Plan"], Sequence[Change]] | None = field(default=None, repr=False, compare=False)
 
     @cached_property
@@ -177,10 +176,17 @@ class Plan:
         }
 
     @property
+    def runs(self) -> bool:
+        """Whether the device has enough memory, perhaps after retries of the allocator."""
+        is_served = bool(self.retries.by_step) and self.retries.is_served
+        return is_served or self.total_bytes <= self.asked.device.memory_bytes
+
+    @property
     def verdict(self) -> Verdict:
         """The verdict: "fits" with a margin for the 90th percentile of known errors, "tight" without it, or "no"."""
         host_bytes = self.host_bytes * bool(self.film.host_peak_bytes)
-        return verdict_of(self.reserved_bytes, self.outside_bytes, self.asked, host_bytes)
+        reserved_bytes = self.retries.reserved_bytes or self.reserved_bytes
+        return verdict_of(reserved_bytes, self.outside_bytes, self.asked, host_bytes)
 
     # -- time -------------------------------------------------------------------------------------------------------
 
@@ -198,7 +204,7 @@ class Plan:
     def mfu(self) -> float:
         """Model FLOPS utilization: the model's own operations as a fraction of the devices' peak."""
         device = self.asked.device
-        peak = device.peak_flops.get(self.asked.formats.param, device.peak_flops["float32"])
+        peak = device.peak_flops.get(self.compute_dtype, device.peak_flops["float32"])
         return self.flops_per_step / self.step_s / (peak * self.asked.world_size)
 
     def gpu_hours(self, tokens: float) -> float:
@@ -231,7 +237,7 @@ class Plan:
                 "offloaded_peak_bytes": self.film.host_peak_bytes,
                 "save_bytes": self.save_bytes,
                 "owned_bytes": list(self.owned_bytes),
-                "error": dict(zip(("median", "nine_tenths"), error_of(self.asked), strict=True)),
+                "error": margin_of(self.asked)._asdict(),
                 "retries": {"by_step": list(self.retries.by_step), "is_served": self.retries.is_served},
             },
             "traffic": dict(self.film.sent_bytes),
@@ -317,11 +323,6 @@ def _plain(record: RankClass | Change) -> dict[str, Any]:
     return {name: dict(value) if isinstance(value, Mapping) else value for name, value in values.items()}
 
 
-def error_of(options: Options) -> tuple[float, float]:
-    """Return the median and the 90th percentile of the known relative errors of such plans."""
-    return TENSOR_ERROR if options.tensor > 1 else ERROR
-
-
 def verdict_of(reserved_bytes: int, outside_bytes: int, options: Options, host_bytes: int = 0) -> Verdict:
     """Return whether the device has enough memory, with the known error on reserved memory.
 
@@ -331,7 +332,7 @@ def verdict_of(reserved_bytes: int, outside_bytes: int, options: Options, host_b
     memory_bytes = options.device.memory_bytes
     if reserved_bytes + outside_bytes > memory_bytes or host_bytes > options.device.host_bytes:
         return "no"
-    return "fits" if reserved_bytes * (1 + error_of(options)[1]) + outside_bytes <= memory_bytes else "tight"
+    return "fits" if reserved_bytes * (1 + margin_of(options).nine_tenths) + outside_bytes <= memory_bytes else "tight"
 
 
 LEAST_BYTES: Final = 5 << 20
@@ -347,6 +348,7 @@ SAYS: Final = MappingProxyType(
 
 
 PLAIN: Final = (
+    ("system", "zeroshard"),
     ("copies", 1),
     ("tensor", 1),
     ("pipe", 1),
@@ -370,6 +372,17 @@ def _offloaded(plan: Plan) -> list[str]:
         f"offloaded part      {plan.moved}, in whole buckets",
         f"offload lanes       {busy}",
     ]
+
+
+def _margin(plan: Plan) -> str:
+    """Return a line on the margin of the verdict."""
+    found, kind = margin_of(plan.asked), kind_of(plan.asked)
+    told = f"margin {found.nine_tenths:.1%}: the error of nine in ten of {found.runs}"
+    if not found.is_proven:
+        return f"margin {found.nine_tenths:.1%}: not proven on runs of this kind ({kind}); the widest"
+    if plan.asked.device.is_cpu:
+        return f"{told} {found.left_out}"
+    return f"{told} published runs of this kind ({kind}), one {found.left_out} left out"
 
 
 def _fullest(plan: Plan) -> str:
@@ -413,7 +426,7 @@ def _render(plan: Plan) -> str:
     ]
     lines += [bar(name, nbytes, device.memory_bytes) for name, nbytes in plan.total_parts.items()]
     lines.append(bar("total", plan.total_bytes, device.memory_bytes) + f" of {device.memory_bytes / GIB:.1f}")
-    lines += ["", f"at the peak ({plan.film.peak_phase}):"]
+    lines += [_margin(plan), "", f"at the peak ({plan.film.peak_phase}):"]
     lines += [
         f"  {nbytes / GIB:8.2f}  {column}: {what}" + f" of {unit}" * bool(unit)
         for column, unit, what, nbytes in plan.live[:SHOWN_LIVE]

@@ -16,7 +16,8 @@ from typing import Any, Final, final
 from zeroshard.describe.asked import Asked, resolve
 from zeroshard.describe.offload import Offload
 from zeroshard.plan.job import Options, check_options, check_shape, precision_for
-from zeroshard.plan.machine.hardware import Device, device_named
+from zeroshard.plan.machine.hardware import Device
+from zeroshard.plan.machine.presets import device_named
 from zeroshard.plan.named import PRECISIONS
 from zeroshard.plan.numbers import aligned, thinned
 from zeroshard.plan.offloading import choose_offload

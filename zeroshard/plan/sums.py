@@ -3,6 +3,7 @@
 It must not know how a step is simulated. Needs no torch.
 """
 
+from collections import Counter
 from typing import Final
 
 from zeroshard.plan.job import Options, treatment_of
@@ -12,7 +13,7 @@ from zeroshard.plan.step.rank_job import Job
 from zeroshard.table.activations import Compressed, Offloaded, Partitioned
 from zeroshard.table.spec import itemsize
 
-__all__ = ["element_bytes_of", "flops_of", "host_bytes_of", "notes_of", "save_bytes_of"]
+__all__ = ["compute_dtype_of", "element_bytes_of", "flops_of", "host_bytes_of", "notes_of", "save_bytes_of"]
 
 PROCESS_BYTES: Final = 3 * 10**9
 """Of host memory: the interpreter and torch."""
@@ -23,6 +24,16 @@ def flops_of(shape: Transformer, options: Options) -> float:
     width = shape.heads * (sum(shape.latent[2:]) / 2 if shape.latent else shape.head_width)
     embedding = 0 if shape.is_tied else shape.vocabulary * shape.hidden
     return 6.0 * (shape.used_numel() - embedding) + 6.0 * shape.layers * width * options.sequence
+
+
+def compute_dtype_of(job: Job) -> str:
+    """Return the dtype in which most operations are made: that of the run's tensors, which a module may have itself."""
+    flops = Counter[str]()
+    for one in job.pipe.chunks.values() if job.pipe is not None else [job]:
+        for _, made in one.told.forward:
+            if made.cost is not None:
+                flops[made.cost.dtype or job.dtype] += int(made.cost.flops)
+    return max(flops, key=flops.__getitem__, default=job.dtype)
 
 
 def element_bytes_of(job: Job) -> tuple[int, int, int]:

@@ -38,7 +38,6 @@ from zeroshard.plan.trace.treated import Treated
 from zeroshard.plan.trace.uses import UnitWatch
 from zeroshard.plan.updates import updates_for
 from zeroshard.store.bus import SMALL_BYTES
-from zeroshard.table.activations import Offloaded
 from zeroshard.table.bytes import Updates
 from zeroshard.table.pipeline import Schedule
 from zeroshard.table.schedule import ROOT
@@ -54,7 +53,6 @@ BOUNDED: Final = (
     "count as uncompressed, which is an upper bound. Pass the fraction of zeros in a ReLU's results as zeros=."
 )
 
-COPIED: Final = "The time has no copies of activations to the host and back, which may take longer than computing."
 LEFT: Final = "Of ignored parameters only the values are counted: their gradients and optimizer are the caller's own."
 SHOWN_RANKS: Final = 16
 """Maximum number of shards that are shown separately."""
@@ -204,6 +202,7 @@ def trace_job(
         host_ranks=options.node_processes,
         is_early=options.is_filed,
         no_sync=options.no_sync,
+        system=options.system,
     )
     if chunks is not None:
         job = dataclasses.replace(job, pipe=chunks.piped(job, scripts, plans))
@@ -218,7 +217,6 @@ def trace_job(
         tokens,
         [BOUNDED] * (treated is not None and treated.has_bounds)
         + [LEFT] * bool(left)
-        + [COPIED] * any(isinstance(link, Offloaded) for chain in options.row.activations.chains for link in chain)
         + [*dict.fromkeys(note for trace in traces for note in _not_counted(trace))],
         _other_ranks(job, options, plans, precision, homes),
     )
@@ -404,6 +402,9 @@ def _stream(trace: Trace, numbers: Mapping[str, int], phase: Phase) -> tuple[tup
         kernels.setdefault(order, []).append(Instruction("run", "", cost=cost))
     for order, exchange in trace.exchanges:
         kernels.setdefault(order, []).append(Instruction("exchange", exchange.kind, exchange=exchange))
+    for order, lane, number, nbytes in trace.copies:
+        kind = "issue" if lane else "await"
+        kernels.setdefault(order, []).append(Instruction(kind, lane, number, nbytes))
     names, found = frozenset(numbers), list[tuple[int, Instruction]]()
     for order in range(start, stop + 1):
         found += marks.get(order, [])

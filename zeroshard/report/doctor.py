@@ -53,6 +53,7 @@ def measure_device() -> Device:
         attention_part=1.0,
         memory_part=1.0,
         link_part=1.0,
+        node_part=1.0,
         launch_s=_launch_s(device),
         context_bytes=_context_bytes(device),
         communicator_bytes=Device.communicator_bytes if kind == "cuda" else 0,

@@ -141,6 +141,8 @@ class Allocator:
             self.free(key)
         elif action is Action.RECORD:
             self.record(key, stream)
+        elif action is Action.EMPTY:
+            self.empty()
         else:
             self.done(stream)
         return True

@@ -22,10 +22,9 @@ measurements of collectives on 8 to 512 H100.
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from types import MappingProxyType
 from typing import Final, final
 
-__all__ = ["Cost", "DEVICES", "Device", "Span", "device_named"]
+__all__ = ["Cost", "Device", "GB", "MIB", "Span"]
 
 GB: Final = 10**9
 MIB: Final = 1 << 20
@@ -115,10 +114,15 @@ class Device:
         host_memory_bytes_per_s: bytes per second that the processors of a node read and write together, in an update on
             the host.
         disk_bytes_per_s: bandwidth of a node's disk for offloaded states, in each direction with both in use.
+        sustained_part: fraction of the speed of isolated products and attention that a whole step sustains.
+        cudnn_part: as `attention_part`, of kernels written for the device, as in cuDNN.
+        node_part: fraction of the bandwidth of a node's adapters that collectives of a step reach.
+        queue_s, exchange_s: seconds of the host to queue one module's kernels, and a collective, from Python; on a CPU
+            there is no queue.
 
     ```python
     import dataclasses, zeroshard as zs
-    from zeroshard.plan.machine.hardware import DEVICES
+    from zeroshard.plan.machine.presets import DEVICES
 
     mine: zs.Device = dataclasses.replace(DEVICES["h100-80"], node_bytes_per_s=100e9)  # fewer adapters
     print(zs.plan("gpt2-xl", world_size=64, device=mine))
@@ -139,14 +143,19 @@ class Device:
     attention_part: float = 0.5
     memory_part: float = 0.85
     link_part: float = 0.8
-    launch_s: float = 4e-6
+    launch_s: float = 2e-6
     hop_s: float = 5e-6
-    node_hop_s: float = 40e-6
+    node_hop_s: float = 9.6e-6
     half_bytes: float = 0.25 * MIB
     context_bytes: int = 600 * MIB
     communicator_bytes: int = 400 * MIB
     host_memory_bytes_per_s: float = 200 * GB
     disk_bytes_per_s: float = 3 * GB
+    sustained_part: float = 1.0
+    cudnn_part: float = 0.5
+    node_part: float = 0.5
+    queue_s: float = 31e-6
+    exchange_s: float = 250e-6
 
     def __post_init__(self) -> None:
         if not isinstance(self.peak_flops, Mapping) or "float32" not in self.peak_flops:
@@ -157,7 +166,11 @@ class Device:
         values |= {one.name: getattr(self, one.name) for one in fields(self) if one.name not in ("name", "peak_flops")}
         for name, value in values.items():
             least = (
-                0 if name.endswith(("hop_s", "launch_s", "half_bytes", "context_bytes", "communicator_bytes")) else None
+                0
+                if name.endswith(("hop_s", "launch_s", "half_bytes", "context_bytes", "communicator_bytes"))
+                else 0
+                if name in ("queue_s", "exchange_s")
+                else None
             )
             is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
             if not is_number or value < 0 or (value == 0 and least is None):
@@ -176,6 +189,7 @@ class Device:
         """
         peak = self.peak_flops.get(cost.dtype or dtype, self.peak_flops["float32"])
         part = {"matmul": self.matmul_part, "attention": self.attention_part}.get(cost.kind, 1.0)
+        part *= self.sustained_part if cost.kind in ("matmul", "attention") else 1.0
         arithmetic_s = cost.flops / (peak * part * self._filled(cost))
         return max(arithmetic_s, cost.moved_bytes / (self.memory_bytes_per_s * self.memory_part), self.launch_s)
 
@@ -212,7 +226,7 @@ class Device:
         link, hop_s = self.link_bytes_per_s * self.link_part, self.hop_s
         if span.nodes > 1:
             # The ring passes each node's adapters once for each of the node's ranks in it.
-            link = min(link, self.node_bytes_per_s * self.link_part / span.sharing)
+            link = min(link, self.node_bytes_per_s * self.node_part / span.sharing)
             hop_s = self.node_hop_s
         if kind == "send":
             return hop_s + nbytes / link
@@ -254,74 +268,3 @@ class Device:
     def disk_s(self, nbytes: float, sharing: int = 1) -> float:
         """Return the seconds to read or write `nbytes` on each of `sharing` ranks of a node."""
         return nbytes * sharing / self.disk_bytes_per_s
-
-
-def _preset(
-    name: str,
-    tflops: tuple[float, float, float],
-    mib: int,
-    rates: tuple[float, float, float, float],
-    reached: tuple[int, float, float],
-    node_ranks: int = 8,
-    host_memory: float = 200,
-) -> Device:
-    """Return a preset.
-
-    Args:
-        tflops: peaks of bfloat16, float16 and float32.
-        mib: device memory that a process can use, in MiB.
-        rates: bandwidths in GB/s of memory, links, a node's adapters, and to the host.
-        reached: number of multiprocessors, and the fractions of the peak that products and attention reach.
-        host_memory: GB/s of an update on the host: a server, or a desktop with two channels.
-    """
-    peaks = dict(zip(("bfloat16", "float16", "float32"), (one * 1e12 for one in tflops), strict=True))
-    memory, link, node, host = (one * GB for one in rates)
-    multiprocessors, matmul_part, attention_part = reached
-    return Device(
-        name,
-        MappingProxyType(peaks),
-        mib * MIB,
-        memory,
-        link,
-        node,
-        host,
-        node_ranks,
-        multiprocessors=multiprocessors,
-        matmul_part=matmul_part,
-        attention_part=attention_part,
-        host_memory_bytes_per_s=host_memory * GB,
-    )
-
-
-DEVICES: Final[Mapping[str, Device]] = MappingProxyType(
-    {
-        one.name: one
-        for one in (
-            _preset("v100-32", (0.1, 125, 15.7), 32510, (900, 150, 50, 16), (80, 0.76, 0.3)),
-            _preset("a100-40", (312, 312, 19.5), 40536, (1555, 300, 200, 31), (108, 0.87, 0.6)),
-            _preset("a100-80", (312, 312, 19.5), 81251, (2039, 300, 200, 31), (108, 0.87, 0.6)),
-            _preset("h100-80", (989, 989, 67), 81079, (3350, 450, 400, 63), (132, 0.8, 0.5)),
-            _preset("h200", (989, 989, 67), 143156, (4800, 450, 400, 63), (132, 0.8, 0.5)),
-            _preset("b200", (2250, 2250, 80), 182642, (8000, 900, 400, 63), (148, 0.775, 0.45)),
-            _preset("gb200", (2500, 2500, 80), 189471, (8000, 900, 200, 450), (148, 0.73, 0.45), node_ranks=72),
-            _preset("mi300x", (1307, 1307, 163), 196592, (5300, 448, 400, 63), (304, 0.51, 0.35)),
-            _preset("l40s", (362, 362, 91.6), 45589, (864, 31, 50, 31), (142, 0.7, 0.45)),
-            _preset("rtx4090", (165, 165, 82.6), 24217, (1008, 10, 3, 31), (128, 0.9, 0.6), host_memory=60),
-            _preset("rtx5090", (210, 210, 104.8), 32109, (1792, 10, 3, 63), (170, 0.9, 0.6), host_memory=60),
-        )
-    }
-)  # fmt: skip
-"""Presets by name."""
-
-
-def device_named(device: "str | Device") -> Device:
-    """Return a preset by name, or the device itself.
-
-    Raises:
-        ValueError: no preset has this name.
-    """
-    if isinstance(device, Device):
-        return device
-    if device not in DEVICES:
-        raise ValueError(f"device must be one of {', '.join(DEVICES)}, or a Device; got {device!r}.")
-    return DEVICES[device]

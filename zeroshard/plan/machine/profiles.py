@@ -10,12 +10,15 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
-from zeroshard.plan.machine.hardware import Device, device_named
+from zeroshard.plan.machine.hardware import Device
+from zeroshard.plan.machine.presets import device_named
 
 __all__ = ["device_for", "host_device", "profile_path", "read_profile", "write_profile"]
 
 VERSION: Final = 1
-LATER: Final = frozenset(["host_memory_bytes_per_s", "disk_bytes_per_s"])
+LATER: Final = frozenset(
+    "host_memory_bytes_per_s disk_bytes_per_s sustained_part cudnn_part node_part queue_s exchange_s".split()
+)
 """Fields that profiles of earlier releases lack; values of presets replace them."""
 
 
@@ -66,6 +69,7 @@ def host_device() -> Device:
         multiprocessors=1,
         context_bytes=0,
         communicator_bytes=0,
+        node_part=0.8,
     )
 
 

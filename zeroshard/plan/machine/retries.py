@@ -29,11 +29,13 @@ class Retries:
         by_step: number of retries of each step; the last step may have run out of memory.
         is_served: whether all requests were served.
         steady_s: seconds that the device waits for retries in the last step; 0 if it ran out of memory.
+        reserved_bytes: bytes of all segments after the last step.
     """
 
     by_step: tuple[int, ...] = ()
     is_served: bool = True
     steady_s: float = 0.0
+    reserved_bytes: int = 0
 
     @property
     def steady(self) -> int:
@@ -58,7 +60,7 @@ def play_steps(steps: Iterable[Iterable[Event]], rules: Rules, device: Device) -
         ValueError: an event allocates a key that is already allocated, or frees or records an unallocated key.
 
     >>> from zeroshard.plan.machine.allocator import Action, Event, Rules
-    >>> from zeroshard.plan.machine.hardware import DEVICES
+    >>> from zeroshard.plan.machine.presets import DEVICES
     >>> from zeroshard.plan.machine.retries import play_steps
     >>> step = [Event("a", 24 << 20), Event("a", 0, action=Action.FREE), Event("b", 30 << 20)]
     >>> str(play_steps([step], Rules(device_bytes=40 << 20), DEVICES["h100-80"]))
@@ -75,4 +77,4 @@ def play_steps(steps: Iterable[Iterable[Event]], rules: Rules, device: Device) -
         done = allocator.retries
     last = allocator.returned[done - counts[-1] :] if counts else ()
     waits_s = (device.retry_s(one.returned_segments + one.taken_segments, one.taken_bytes) for one in last)
-    return Retries(tuple(counts), steady_s=sum(waits_s))
+    return Retries(tuple(counts), steady_s=sum(waits_s), reserved_bytes=allocator.reserved_bytes)

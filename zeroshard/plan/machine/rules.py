@@ -41,12 +41,16 @@ DIVISION_INTERVALS: Final = 16
 
 
 class Action(Enum):
-    """The kind of an event: allocate, free, record a use on another stream, or record that a stream is idle."""
+    """The kind of an event: allocate, free, record a use on another stream, record that a stream is idle, or empty.
+
+    EMPTY is `torch.cuda.empty_cache()`.
+    """
 
     ALLOC = "alloc"
     FREE = "free"
     RECORD = "record"
     DONE = "done"
+    EMPTY = "empty"
 
 
 class Event(NamedTuple):

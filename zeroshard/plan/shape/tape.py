@@ -55,7 +55,10 @@ class Instruction(NamedTuple):
 
     `kind` is "make" or "drop" (a tensor), "run" (a kernel, or several in `seconds`), "exchange", "copy" (to the host or
     back), "land" (the gradient of weights is complete), or "hand" (the next module takes the tensor over). For a
-    gradient that lands, `is_alone` states whether it does not share its memory.
+    gradient that lands, `is_alone` states whether it does not share its memory. A "late" drop is of a tensor that a
+    collective used on its own stream. "issue" begins a copy of that number on the lane `what`, beside computation, and
+    "await" waits for it. "keep" makes a gradient of weights that stays until the backward ends.
+    `launches` is the number of kernels that the host queues for a "run", and for a run of several the collectives.
     """
 
     kind: str
@@ -66,6 +69,7 @@ class Instruction(NamedTuple):
     exchange: Exchange | None = None
     seconds: float = 0.0
     is_alone: bool = False
+    launches: int = 1
 
 
 @final
@@ -166,8 +170,12 @@ def _coarse(
         for one in {INPUT, given}
         if one in dropped and one not in made
     ]
-    took_s = sum(seconds(one.cost) for one in run if one.kind == "run" and one.cost is not None)
-    work = [Instruction("run", "kernels", seconds=took_s), *(one for one in run if one.kind in ("exchange", "copy"))]
+    kernels = [one for one in run if one.kind == "run" and one.cost is not None]
+    took_s, launches = sum(seconds(one.cost) for one in kernels if one.cost), sum(one.launches for one in kernels)
+    work = [Instruction("run", "kernels", seconds=took_s, launches=launches)]
+    work += [one for one in run if one.kind in ("exchange", "copy")]
+    if kept_bytes := sum(one.nbytes for one in run if one.kind == "keep"):
+        work.append(Instruction("keep", "gradients", nbytes=kept_bytes))
     ended_bytes = sum(one.nbytes for one in ends)
     if output is not None:
         rest = left + ended_bytes - made[output]
@@ -199,7 +207,7 @@ def most_bytes(run: Iterable[Instruction]) -> tuple[int, int]:
         if one.kind == "make":
             now += one.nbytes
             most = max(most, now)
-        elif one.kind == "drop":
+        elif one.kind in ("drop", "late"):
             now -= one.nbytes
     return now, most
 
@@ -457,7 +465,7 @@ class _Run:
         if workspace_bytes:
             self._out.append(Instruction("make", name, WORKSPACE, workspace_bytes))
         if cost.flops or cost.moved_bytes:
-            self._out.append(Instruction("run", name, cost=cost))
+            self._out.append(Instruction("run", name, cost=cost, launches=2 if name.endswith("backward") else 1))
         if workspace_bytes:
             self._out.append(Instruction("drop", name, WORKSPACE, workspace_bytes))
         if exchange is not None:

@@ -33,6 +33,7 @@ class Kernels:
         loss: "logits" keeps logits, their fp32 copy and the fp32 log-softmax; "fused" keeps only logits; "sharded"
             (over the tensor ranks) keeps an fp32 softmax.
         grad_bytes: bytes of an element of a weight's gradient from autograd; 0 for the bytes of the weight.
+        program: whose units are written operation by operation (`nanotron.py`); "" for those of this module.
     """
 
     attention: Literal["flash", "plain", "stepwise"] = "flash"
@@ -42,6 +43,7 @@ class Kernels:
     mask_bytes: int = 1
     loss: Literal["logits", "fused", "sharded"] = "logits"
     grad_bytes: int = 0
+    program: Literal["", "nanotron"] = ""
 
 
 @final

@@ -3,10 +3,10 @@
 Owns times. It must not know units, buckets or memory. Needs no torch.
 
 Note: lanes
-    "compute" runs one kernel after the other. "gather" and "reduce" run one collective after the other beside it, each
-    from when it was issued. The compute lane waits where a unit is not whole yet, and at the end of a pass for its
-    reductions; these waits are exposed. Exchanges along the tensor axis are part of an operation, so the compute lane
-    waits for them, and for copies of activations to the host and back.
+    "compute" runs one kernel after the other, each once the host has queued it. "gather" and "reduce" run one
+    collective after the other beside it, each from when it was issued. The compute lane waits where a unit is not whole
+    yet, and at the end of a pass for its reductions; these waits are exposed. Exchanges along the tensor axis are part
+    of an operation, so the compute lane waits for them, and for copies of activations to the host and back.
     With offload there are six more: "out" and "back", the two directions of the bus, "host", its processors, "copier",
     the thread that fills pinned buffers ahead of use, and "read" and "write" of a disk. Gradients leave in the order of
     the compute lane, which waits for each. It waits for an update on the host at the end of the step, or, if that
@@ -22,6 +22,7 @@ from typing import final
 from zeroshard.plan.machine.hardware import Cost, Device, Span
 from zeroshard.plan.step.film import LaneSpan, Tick
 from zeroshard.plan.step.offload_times import PINNED, Lanes
+from zeroshard.plan.step.system import ZEROSHARD, System
 from zeroshard.table.trace import Event
 
 __all__ = ["Clock", "sent_of"]
@@ -35,10 +36,16 @@ class Clock:
         device, dtype: whose kernels run, and of products.
         spans: where the ranks of each axis are.
         seconds: of one kernel; the device's own formula where not given.
+        system: whose host queues the kernels.
     """
 
     def __init__(
-        self, device: Device, dtype: str, spans: Mapping[str, Span], seconds: Callable[[Cost], float] | None = None
+        self,
+        device: Device,
+        dtype: str,
+        spans: Mapping[str, Span],
+        seconds: Callable[[Cost], float] | None = None,
+        system: System = ZEROSHARD,
     ) -> None:
         self._device, self._spans, self.now_s = device, spans, 0.0
         self._kernel_s = seconds or partial(device.kernel_s, dtype=dtype)
@@ -53,6 +60,10 @@ class Clock:
         """What host, bus and disk have to do, by lane."""
         self._buffers_s = [0.0] * PINNED
         self._seconds: dict[Cost, float] = {}
+        self._system, self._queued_s = system, 0.0
+        queued = (0.0, 0.0) if device.is_cpu else (device.queue_s, device.exchange_s)
+        self._queue_s = system.host_part * queued[0], system.exchange_part * queued[1]
+        """Seconds of the host for a kernel, and for a collective."""
 
     def tick(self, event: Event) -> None:
         """Note what the engine issues."""
@@ -72,10 +83,16 @@ class Clock:
 
     # -- the compute lane -------------------------------------------------------------------------------------------
 
-    def compute(self, what: str, took_s: float) -> None:
-        """Run kernels."""
-        self.lanes.append(LaneSpan("compute", self.now_s, self.now_s + took_s, what))
-        self.now_s += took_s
+    def compute(self, what: str, took_s: float, launches: int = 1) -> None:
+        """Run kernels, which the host queues before; they end no earlier than the host has queued them."""
+        self._queued_s += launches * self._queue_s[0]
+        stop_s = max(self.now_s + took_s, self._queued_s)
+        self.lanes.append(LaneSpan("compute", self.now_s, stop_s, what))
+        self.now_s = stop_s
+
+    def synchronize(self) -> None:
+        """Let the host wait until the device has made all that is queued."""
+        self._queued_s = self.now_s
 
     def kernel_s(self, cost: Cost) -> float:
         """Return the seconds of a kernel."""
@@ -89,6 +106,14 @@ class Clock:
         self.lanes.append(LaneSpan("compute", self.now_s, self.now_s + took_s, what, is_exposed=True))
         self.now_s += took_s
         self.exposed_s += took_s
+
+    def exchange(self, what: str, kind: str, nbytes: int, axis: str) -> None:
+        """Run a collective inside an operation, which the compute lane waits for."""
+        span = self._spans[axis]
+        self.sent[f"{axis} {kind}"] += sent_of(kind, nbytes, span)
+        each_s, node_s = self._system.blocked_s
+        self._queued_s += self._queue_s[1] + span.ranks * (each_s + node_s * span.nodes)
+        self.stall(what, max(self._device.collective_s(kind, nbytes, span), self._queued_s - self.now_s))
 
     def wait(self, what: str, until_s: float, *, is_offload: bool = False) -> None:
         """Let the compute lane wait until a time."""
@@ -125,6 +150,15 @@ class Clock:
         self._note_busy(lane, stop_s - start_s)
         self.lanes.append(LaneSpan(lane, start_s, stop_s, what))
         self.wait(f"{what} on the bus", stop_s, is_offload=True)
+
+    def begin_copy(self, lane: str, nbytes: int) -> float:
+        """Begin a copy over the bus beside computation, and return when it is done; on a CPU there is no bus."""
+        start_s = max(self.now_s, self.free_s[lane])
+        stop_s = self.free_s[lane] = start_s + (0.0 if self._device.is_cpu else self._device.copy_s(nbytes))
+        self.sent["activations to the host" if lane == "out" else "activations from the host"] += nbytes
+        self._note_busy(lane, stop_s - start_s)
+        self.lanes.append(LaneSpan(lane, start_s, stop_s, "activations"))
+        return stop_s
 
     def lanes_from(self, start_s: float) -> Lanes:
         """Return the lanes of host, bus and disk for work from a time on."""

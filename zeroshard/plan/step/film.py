@@ -142,11 +142,6 @@ class Film:
         return self.live[place], place
 
     @cached_property
-    def resident_mapped_bytes(self) -> int:
-        """What of `resident_bytes` lies in pages that the ranks of a host map together."""
-        return sum(one.nbytes for one in self.before if one.is_mapped)
-
-    @cached_property
     def allocated_bytes(self) -> int:
         """The most bytes that torch's allocator has handed out at a time."""
         return self._most(*self._allocator, is_mapped=(False,))

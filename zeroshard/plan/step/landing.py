@@ -4,6 +4,7 @@ Owns their memory and the lane of reductions. It must not know the order of a pa
 `core/unit.py` do this in the engine; read the note of the first. Needs no torch.
 """
 
+from collections import Counter
 from collections.abc import MutableMapping
 from functools import partial
 from typing import final
@@ -45,6 +46,8 @@ class Landing:
         self._reduced_s = 0.0
         self._under_way: list[BucketSpec] = []
         """The buckets of the last reduction, until it is finished."""
+        self._later: list[tuple[str, int, str]] = []
+        """Exchanges of a program that makes them after the last backward."""
         self._tails: list[BucketSpec] = []
         """Those whose sums every rank gathers, until the pass ends."""
 
@@ -138,7 +141,8 @@ class Landing:
             make(padding, "padding", name, "padding of gradients", is_mapped=is_mapped, memory=memory)
 
     def _is_kept(self, bucket: BucketSpec) -> bool:
-        return self._job.keeps_gradients or (self._job.wire.is_in_place and bucket.holds_whole_gradients)
+        is_kept = self._job.keeps_gradients or self._job.system.keeps_gradients
+        return is_kept or (self._job.wire.is_in_place and bucket.holds_whole_gradients)
 
     def reduce(self, spec: UnitSpec) -> None:
         """Start the reduction of a unit."""
@@ -155,14 +159,18 @@ class Landing:
                 self._leaving.append((bucket, bucket.number not in self._summed))
             self._summed.add(bucket.number)
             nbytes = bucket.layout.full_numel * itemsize(bucket.formats.reduce)
-            works.append(("all-reduce" if bucket.updates_all else "reduce", nbytes, "shard"))
+            is_summed = bucket.updates_all or self._job.system.sums_everywhere
+            works.append(("all-reduce" if is_summed else "reduce", nbytes, "shard"))
             if bucket.replicas > 1:
                 shard_bytes = nbytes // bucket.layout.world_size
                 works.append(("all-reduce", shard_bytes, "replicate"))
                 span = self._job.spans["replicate"]
                 clock.sent["replicate all-reduce"] += sent_of("all-reduce", shard_bytes, span)
             self._under_way.append(bucket)
-        self._reduced_s = clock.collect("reduce", spec.name, works)
+        if self._job.system.reduces_beside:
+            self._reduced_s = clock.collect("reduce", spec.name, works)
+        else:
+            self._later += works
         # Sums of more than two ranks are made apart, a block at a time, as `wire/codec.py` does.
         for bucket in spec.reduced if self._job.is_repeated else ():
             numel = min(BLOCK_NUMEL, bucket.layout.shard_numel)
@@ -194,6 +202,12 @@ class Landing:
 
     def end_pass(self) -> None:
         """Wait for the reductions of a backward."""
+        sums = Counter[tuple[str, str]]()
+        for kind, nbytes, axis in self._later:
+            sums[kind, axis] += nbytes
+        self._later.clear()
+        works = [(kind, nbytes, axis) for (kind, axis), nbytes in sums.items()]
+        self._reduced_s = self._clock.collect("reduce", "gradients", works) if works else self._reduced_s
         self._finish_before()
         self._reducing.advance()
         self._clock.wait("reductions", self._reduced_s)

@@ -6,10 +6,11 @@ Owns the units that are whole, and the tensors of the model. It must not know ho
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import final
+from typing import Final, final
 
+from zeroshard.plan.machine.hardware import Cost
 from zeroshard.plan.shape.tape import Instruction
-from zeroshard.plan.step.clock import Clock, sent_of
+from zeroshard.plan.step.clock import Clock
 from zeroshard.plan.step.elsewhere import Elsewhere
 from zeroshard.plan.step.landing import Landing
 from zeroshard.plan.step.rank_job import Job
@@ -21,6 +22,9 @@ from zeroshard.table.step import Phase, Steady
 from zeroshard.table.trace import event_of
 
 __all__ = ["Passes"]
+
+EXCHANGE_QUEUED: Final = 3
+"""Queue entries of a collective: an event on the stream of kernels, its kernel, and a wait for that kernel."""
 
 
 @final
@@ -46,6 +50,8 @@ class Passes:
         """The storages of the model's tensors, of the micro-batch that is played."""
         self.has_graph = True
         """Whether autograd records the forward, and keeps what its operations read."""
+        self._copies: dict[int, float] = {}
+        """When copies of activations are done, by number."""
         self._landed, self._late = -1, -1
         """The tensor of the last gradient, and its storage once it is dropped: autograd has it until its hooks end."""
 
@@ -74,6 +80,11 @@ class Passes:
                 name, whole = spec.name or "the root", self._whole[unit]
                 self._clock.wait(f"{name} on the bus", whole.brought_s, is_offload=True)
                 self._clock.wait(name, whole.ready_s)
+                if self._job.system.copies and not whole.is_awaited:
+                    flat, whole.storages = whole.storages, self._make_whole(spec)
+                    self._clock.compute("copy", self._clock.kernel_s(Cost(moved_bytes=2 * spec.full_bytes)))
+                    for storage in flat:
+                        self._storages.drop(storage)
                 self._note_wait(spec)
 
     def _leave_last(self) -> None:
@@ -107,19 +118,24 @@ class Passes:
                 self._clock.note("wait", bucket.unit)
         whole.is_awaited = True
 
-    def _gather(self, spec: UnitSpec) -> None:
+    def _make_whole(self, spec: UnitSpec) -> list[int]:
         # What is read in place takes no memory of this rank.
-        storages = [
+        return [
             self._storages.make(
                 b.layout.full_numel * itemsize(b.formats.param), "transient", spec.name, "whole parameters"
             )
             for b in spec.buckets
             if b.is_gathered and not self._job.wire.is_in_place
         ]
+
+    def _gather(self, spec: UnitSpec) -> None:
+        storages = self._make_whole(spec)
         self._elsewhere.await_update(spec)
         brought_s = self._elsewhere.bring(spec)
         gather = [("gather", spec.full_bytes, "shard")]
         stop_s = self._clock.collect("gather", spec.name, gather, not_before_s=brought_s)
+        if not self._job.system.gathers_beside:
+            self._clock.wait(spec.name or "the root", stop_s)
         self._whole[spec.number] = _Whole(storages, stop_s, brought_s)
 
     def let_go(self) -> None:
@@ -141,15 +157,22 @@ class Passes:
             else:
                 self._storages.drop(storage)
         elif one.kind == "run":
-            clock.compute(one.what, clock.kernel_s(one.cost) if one.cost is not None else one.seconds)
+            self._storages.queue(one.launches)
+            clock.compute(one.what, clock.kernel_s(one.cost) if one.cost is not None else one.seconds, one.launches)
+        elif one.kind == "late":
+            # In a pipe the host waits for each message, so it is never ahead by as much.
+            ahead = self._job.system.runs_ahead if self._job.pipe is None else 0
+            self._storages.drop_late(numbers.pop(one.tensor, -1), ahead)
         elif one.kind == "land":
             self._landed = one.tensor
             self.landing.land(spec, one, numbers)
         elif one.kind == "exchange" and one.exchange is not None:
-            exchange = one.exchange
-            span = self._job.spans[exchange.axis]
-            clock.sent[f"{exchange.axis} {exchange.kind}"] += sent_of(exchange.kind, exchange.nbytes, span)
-            clock.stall(one.what, self._job.device.collective_s(exchange.kind, exchange.nbytes, span))
+            self._storages.queue(EXCHANGE_QUEUED)
+            clock.exchange(one.what, one.exchange.kind, one.exchange.nbytes, one.exchange.axis)
+        elif one.kind == "issue":
+            self._copies[one.tensor] = clock.begin_copy(one.what, one.nbytes)
+        elif one.kind == "await":
+            clock.wait("activations on the bus", self._copies.pop(one.tensor, 0.0), is_offload=True)
         elif one.kind == "copy":
             clock.sent[one.what] += one.nbytes
             clock.stall(one.what, self._job.device.copy_s(one.nbytes))

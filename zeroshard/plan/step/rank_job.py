@@ -12,6 +12,7 @@ from typing import final
 
 from zeroshard.plan.machine.hardware import Cost, Device, Span
 from zeroshard.plan.step.script import Call, Script, script_of
+from zeroshard.plan.step.system import ZEROSHARD, System
 from zeroshard.plan.step.turns import Turn, turns_of
 from zeroshard.table.bytes import Updates
 from zeroshard.table.pipeline import Action, Kind, Schedule
@@ -138,6 +139,9 @@ class Job:
         is_early: whether the optimizer is one whose update on the host may go on after `step()`.
         no_sync: whether only the last micro-batch reduces gradients.
         pipe: the actions of a place of a pipe, whose chunks have scripts of their own.
+        system: the program.
+        made: what the first step makes and never gives back, as (what, bytes), by moment: "start", "forward",
+            "backward"; "model" is there before.
     """
 
     units: Sequence[UnitSpec]
@@ -159,6 +163,8 @@ class Job:
     is_early: bool = False
     no_sync: bool = False
     pipe: Piped | None = None
+    system: System = ZEROSHARD
+    made: Mapping[str, Sequence[tuple[str, int]]] = field(default_factory=dict)
 
     @property
     def is_repeated(self) -> bool:

@@ -15,6 +15,7 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import Final, Literal, final
 
+from zeroshard.plan.machine.hardware import Cost
 from zeroshard.plan.shape.tape import GIVEN, INPUT, Instruction, Parts
 from zeroshard.table.schedule import ROOT, Mark
 from zeroshard.table.step import Uses
@@ -109,8 +110,29 @@ def script_of(calls: Sequence[Call], border_bytes: int = 0) -> Script:
         backward.append(mark("leave", call.unit))
     # The gradient of the input of the first call stays: a place of a pipe sends it.
     backward.append((ROOT, Instruction("drop", "", loss)))
+    backward = [*_kept(backward, len(calls) * STRIDE + 1)]
     backward += [(ROOT, Instruction("land", "")), mark("land", ROOT), mark("close", ROOT)]
     return Script(forward, backward)
+
+
+def _kept(entries: Sequence[Entry], number: int) -> Iterator[Entry]:
+    """Yield a backward in which gradients of weights stay until its end, and are then added to their sums.
+
+    Args:
+        number: of the first of these gradients.
+    """
+    kept = list[Entry]()
+    for unit, one in entries:
+        if one.kind == "keep":
+            number += 1
+            kept.append((unit, one._replace(kind="make", tensor=number)))
+            yield kept[-1]
+        else:
+            yield unit, one
+    for unit, one in kept:
+        yield unit, one._replace(kind="drop")
+    for unit, one in kept:  # a gradient in two bytes is added to a sum in four
+        yield unit, Instruction("run", "add gradients", cost=Cost(moved_bytes=5 * one.nbytes))
 
 
 def _renumbered(unit: int, run: Sequence[Instruction], own: dict[int, int], shift: int) -> Iterator[Entry]:
@@ -123,7 +145,7 @@ def _renumbered(unit: int, run: Sequence[Instruction], own: dict[int, int], shif
         if one.kind == "make":
             own.pop(one.tensor, None)
             yield unit, Instruction("make", one.what, shift + one.tensor, one.nbytes)
-        elif one.kind == "drop":
-            yield unit, Instruction("drop", one.what, own.get(one.tensor, shift + one.tensor), one.nbytes)
+        elif one.kind in ("drop", "late"):
+            yield unit, Instruction(one.kind, one.what, own.get(one.tensor, shift + one.tensor), one.nbytes)
         elif one.kind != "hand":
             yield unit, one

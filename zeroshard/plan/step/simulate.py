@@ -4,7 +4,7 @@ Owns the order of these parts; `passes.py` plays a pass, `updating.py` the updat
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Final, final
 
@@ -17,12 +17,15 @@ from zeroshard.plan.step.rank_job import Border, Job
 from zeroshard.plan.step.staging import buffer_bytes, file_staging_bytes
 from zeroshard.plan.step.storages import Storages
 from zeroshard.plan.step.updating import update
+from zeroshard.table.spec import itemsize
 from zeroshard.table.step import Phase as PassPhase
 from zeroshard.table.step import Steady
 
 __all__ = ["make_film", "resident_bytes"]
 
 PHASES: Final[tuple[PassPhase, PassPhase]] = ("forward", "backward")
+UPDATE_QUEUED: Final = 5
+"""Kernels that the host queues for each parameter in an update."""
 MOST_MICRO_BATCHES: Final = 3
 """That are played one by one: the first, one that stands for all between, and the last."""
 
@@ -73,7 +76,9 @@ class _Rank:
         free: Sequence[Border] = (),
     ) -> None:
         self._job, self._pooled = job, pooled
-        self._clock = Clock(job.device, job.dtype, job.spans, job.seconds)
+        self._clock = Clock(job.device, job.dtype, job.spans, job.seconds, job.system)
+        self._unmade: dict[str, Sequence[tuple[str, int]]] = {}
+        """What the first step has still to make and keep, by moment."""
         self.storages = Storages(self._clock, keeps=job.wire.keeps_buffers, is_mapped=job.wire.is_in_place)
         self.elsewhere = Elsewhere(job, self._clock, self.storages, carried)
         self._passes = Passes(job, self._clock, self.storages, self.elsewhere)
@@ -86,6 +91,9 @@ class _Rank:
             for bucket in unit.buckets:
                 memory, is_shared = bucket.row.parameters.memory, is_mapped and bucket.here == bucket.parameters
                 parameters, padding = bucket.bytes_of(bucket.parameters, bucket.formats.param)
+                # Of what is cast for each gather, only the masters are kept.
+                kept = 1 - job.system.keeps_masters_alone * bucket.is_gathered * bucket.has_masters
+                parameters, padding = kept * parameters, kept * padding
                 make(parameters, "parameters", unit.name, "parameters", is_mapped=is_shared, memory=memory)
                 make(padding, "padding", unit.name, "padding", is_mapped=is_shared, memory=memory)
                 if bucket.has_masters:
@@ -94,9 +102,14 @@ class _Rank:
                     make(masters, "states", unit.name, "masters", memory=memory)
                     make(padding, "padding", unit.name, "padding of masters", memory=memory)
         make(job.buffer_bytes, "parameters", "", "buffers")
+        self._unmade = dict(job.made)
+        self._make_kept("model")
+        if job.system.keeps_gradients:
+            self._passes.landing.hold_kept()
         if not is_first:
             self._make_states()
             self._passes.landing.hold_kept()
+            self._make_kept(*job.made)
         for numel, dtype in self._pooled:
             self.storages.stock(numel, dtype)
         if self.place is not None:
@@ -107,19 +120,30 @@ class _Rank:
     def _make_states(self) -> None:
         """Take the memory of optimizer states, and of the buffers that offloaded states pass through from then on."""
         job, make = self._job, self.storages.make
-        for name, states_bytes, memory, counter_bytes in job.sums.states:
-            make(states_bytes, "states", name, "states", memory=memory)
+        each = [*_states_of_parameters(job)] if job.system.has_parameter_states else []
+        for name, states_bytes, memory, counter_bytes in each or job.sums.states:
+            if not each:
+                make(states_bytes, "states", name, "states", memory=memory)
             make(counter_bytes, "padding", name, "counters")
+            for part in [states_bytes // 2] * 2 * bool(each):
+                make(part, "states", name, "states", memory=memory)
         for what, nbytes in (
             ("buffers for files", file_staging_bytes(job.units, job.updates)),
             ("pinned buffers", buffer_bytes(job.units, is_cpu=job.device.is_cpu)),
         ):
             make(nbytes, "transient", "", what, is_mapped=True, memory="host")
 
+    def _make_kept(self, *moments: str) -> None:
+        """Make what the first step makes at these moments and never gives back."""
+        for moment in moments:
+            for what, nbytes in self._unmade.pop(moment, ()):
+                self.storages.make(nbytes, "transient", "", what)
+
     def step(self, *, is_first: bool) -> Film:
         """Simulate a step."""
         job, clock = self._job, self._clock
         before = self.before(is_first=is_first)
+        self._make_kept("start")
         phases: list[Phase] = []
         count = min(job.micro_batches, MOST_MICRO_BATCHES)
         repeated = Counter[tuple[str, str]]()
@@ -133,9 +157,12 @@ class _Rank:
                 repeated.subtract(before_it)
         start_s, offload_s = clock.now_s, clock.offload_s
         self._passes.let_go()
+        # Norms that clip gradients, the updates, and the roundings; from here on little waits for the device.
+        self.storages.queue(UPDATE_QUEUED * sum(len(one.parameters) for one in job.updates))
         if is_first:
             self._make_states()
         update(job, clock, self.storages, self.elsewhere, self._passes.landing.used)
+        self.storages.synchronize()
         self._passes.landing.end_step()
         phases.append(Phase("update", start_s, clock.now_s))
         update_s = clock.now_s - start_s - (clock.offload_s - offload_s)
@@ -186,12 +213,22 @@ class _Rank:
             job: that has its script.
         """
         start_s, (forward, backward) = self._clock.now_s, steady
+        self._make_kept(phase)
         if phase == "forward":
             self._passes.play(job.told.forward, forward, phase)
         else:
             self._passes.play(job.told.backward, backward, phase)
             self._passes.landing.end_pass()
         phases.append(Phase(phase, start_s, self._clock.now_s))
+
+
+def _states_of_parameters(job: Job) -> Iterator[tuple[str, int, str, int]]:
+    """Yield the states of each parameter, as `Account.states` has those of buckets."""
+    for one in job.updates:
+        for bucket, index in one.trained.parameters:
+            start, stop = bucket.layout.overlap(index, *bucket.states)
+            nbytes = (stop - start) * one.per_element * itemsize(bucket.formats.state)
+            yield bucket.names[index], nbytes, bucket.row.states.memory, one.counter_bytes
 
 
 def _totals(clock: Clock) -> Counter[tuple[str, str]]:

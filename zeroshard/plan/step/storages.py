@@ -3,6 +3,7 @@
 Owns events of memory. It must not know what the storages are for. Needs no torch.
 """
 
+from collections import deque
 from collections.abc import Iterable
 from typing import final
 
@@ -29,12 +30,17 @@ class Storages:
         self.open: dict[int, Event] = {}
         """The first event of each storage that is there."""
         self._next = 0
+        self._queued = 0
+        self._late: deque[tuple[int, int]] = deque()
+        """Storages that a collective used, with the number of kernels after whose queueing their memory is free."""
         self._buffers = Buffers()
 
     def make(
         self, nbytes: int, column: str, unit: str, what: str, *, is_mapped: bool = False, memory: str = "device"
     ) -> int:
         """Take memory, and return its number."""
+        while self._late and self._late[0][0] <= self._queued:
+            self.drop(self._late.popleft()[1])
         number, self._next = self._next, self._next + 1
         self._begin(Event(self._clock.now_s, nbytes, number, column, unit, what, is_mapped, memory))
         return number
@@ -49,6 +55,19 @@ class Storages:
         event = self.open.pop(number, None)
         if event is not None:
             self.events.append(event._replace(at_s=self._clock.now_s, nbytes=-event.nbytes))
+
+    def drop_late(self, number: int, kernels: int) -> None:
+        """Give memory back when the host has queued so many kernels more, or waits for the device."""
+        self._late.append((self._queued + kernels, number))
+
+    def queue(self, kernels: int) -> None:
+        """Note that the host queues kernels."""
+        self._queued += kernels
+
+    def synchronize(self) -> None:
+        """Note that the device has made all that is queued."""
+        while self._late:
+            self.drop(self._late.popleft()[1])
 
     def pass_by(self, nbytes: int, column: str, unit: str, what: str) -> None:
         """Take memory, and give it back at once."""

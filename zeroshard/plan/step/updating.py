@@ -40,7 +40,7 @@ def update(job: Job, clock: Clock, storages: Storages, elsewhere: Elsewhere, use
     elsewhere.update(start_s)
     optimizers = [one.buckets for one in job.updates]
     updated, buckets = frozenset[int]().union(*optimizers), {b.number: b for unit in job.units for b in unit.buckets}
-    pending = list[tuple[UnitSpec, float]]()
+    pending, flat = list[tuple[UnitSpec, float]](), _publish_flat(job, clock, storages)
     for kind, number in update_actions(job.units, optimizers):
         if kind == "update":
             if number in used:
@@ -54,12 +54,29 @@ def update(job: Job, clock: Clock, storages: Storages, elsewhere: Elsewhere, use
                     clock.note("wait", unit.name)
             pending.clear()
             clock.tick(Event(0, "step", "step", "", 0))
+            for storage in flat:
+                storages.drop(storage)
             continue
         unit = job.units[number].updated(updated)
         nbytes = sum(b.layout.full_numel * itemsize(b.formats.param) for b in unit.buckets if b.is_published)
         clock.tick(event_of(unit, 0, "step", kind, Record()))
         clock.free_s["gather"] = max(clock.free_s["gather"], clock.now_s)
-        pending.append((unit, clock.collect("gather", unit.name, [("gather", nbytes, "shard")])))
+        if not flat:
+            pending.append((unit, clock.collect("gather", unit.name, [("gather", nbytes, "shard")])))
+
+
+def _publish_flat(job: Job, clock: Clock, storages: Storages) -> list[int]:
+    """Gather all updated parameters at once, through flat copies, if the program does that; return these."""
+    buckets = [b for unit in job.units for b in unit.buckets if b.is_published] if job.system.publishes_flat else []
+    ranks = max((bucket.layout.world_size for bucket in buckets), default=1)
+    if ranks == 1:
+        return []
+    shard_bytes = sum(b.layout.shard_numel * itemsize(b.formats.param) for b in buckets)
+    # A flat copy of the shard, one tensor for each rank, and the buffer in which NCCL gathers.
+    sizes = [shard_bytes] * (ranks + 1) + [shard_bytes * ranks]
+    taken = [storages.make(nbytes, "transient", "", "parameters to publish") for nbytes in sizes]
+    clock.wait("parameters", clock.collect("gather", "parameters", [("gather", shard_bytes * ranks, "shard")]))
+    return taken
 
 
 def _update_slices(job: Job, clock: Clock, storages: Storages, moved_bytes: int) -> None:

@@ -24,7 +24,7 @@ from zeroshard.plan.machine.hardware import Cost
 from zeroshard.plan.shape.tape import Exchange
 from zeroshard.table.schedule import Mark
 
-__all__ = ["Category", "Event", "Landed", "Marked", "Peak", "Phase", "Saved", "Span", "Trace", "UnitBytes"]
+__all__ = ["Category", "Event", "Landed", "Marked", "Peak", "Phase", "Saved", "Span", "Trace"]
 
 
 @final
@@ -168,26 +168,6 @@ class Peak:
 
 @final
 @dataclass(frozen=True)
-class UnitBytes:
-    """Bytes of one unit in one step.
-
-    Args:
-        saved: kept from its forward for its backward, including inputs of the step.
-        inputs: input tensors of its first forward, without parameters and buffers.
-        outputs: output tensors of its first forward.
-        forward: peak of its forward above the bytes left when it returned.
-        backward: peak of its backward above the bytes at its start, without gradients of parameters.
-    """
-
-    saved: int
-    inputs: int
-    outputs: int
-    forward: int
-    backward: int
-
-
-@final
-@dataclass(frozen=True)
 class Trace:
     """The events of a step.
 
@@ -201,6 +181,8 @@ class Trace:
         kernels: (index of the first event after it, cost) of each operation that computes or copies.
         marks: gradients taken from their parameters, and uses of units, in order; empty if they are not observed.
         exchanges: (index of the first event after it, collective) of each collective among the step's operations.
+        copies: (index of the first event after it, lane, number, bytes) of each copy of activations: "out" or "back"
+            where it is issued, "" where it is waited for.
     """
 
     events: Sequence[Event]
@@ -212,6 +194,7 @@ class Trace:
     kernels: Sequence[tuple[int, Cost]] = ()
     marks: Sequence[Landed | Marked] = ()
     exchanges: Sequence[tuple[int, Exchange]] = ()
+    copies: Sequence[tuple[int, str, int, int]] = ()
 
     @cached_property
     def live(self) -> Sequence[int]:
@@ -254,10 +237,6 @@ class Trace:
             _sums((one.module, one.nbytes) for one in live.values()),
         )
 
-    def saved_by_module(self) -> Mapping[str, int]:
-        """Return the bytes that each module keeps for the backward, without modules that keep none."""
-        return _sums((one.module, one.nbytes) for one in self.saved)
-
     def saved_bytes(self) -> int:
         """Return all bytes that the forward keeps for the backward."""
         return sum(one.nbytes for one in self.saved)
@@ -265,35 +244,6 @@ class Trace:
     def unit_of(self, module: str) -> str:
         """Return the innermost unit that contains a module; "" if there is none."""
         return unit_of(module, frozenset(self.units))
-
-    def by_unit(self) -> Mapping[str, UnitBytes]:
-        """Return the bytes of each unit that ran; "" stands for modules outside all units."""
-        saved = _sums((self.unit_of(one.module), one.nbytes) for one in self.saved)
-        most: dict[tuple[str, Phase], int] = {}
-        for span in self.spans:
-            key = (span.unit, span.phase)
-            most[key] = max(most.get(key, 0), self._extra(span))
-        names = dict.fromkeys([*(span.unit for span in self.spans), *saved])
-        return MappingProxyType(
-            {
-                name: UnitBytes(
-                    saved.get(name, 0),
-                    *self.edges.get(name, (0, 0)),
-                    most.get((name, Phase.FORWARD), 0),
-                    most.get((name, Phase.BACKWARD), 0),
-                )
-                for name in names
-            }
-        )
-
-    def _extra(self, span: Span) -> int:
-        """Return the peak of a unit's execution above the bytes at its end (forward) or at its start (backward)."""
-        inside = self.events[span.start : span.stop]
-        if span.phase is Phase.FORWARD:
-            levels = list(accumulate((event.nbytes for event in inside), initial=0))
-            return max(levels) - levels[-1]
-        sizes = (event.nbytes * (event.category is not Category.GRADIENT) for event in inside)
-        return max(accumulate(sizes, initial=0))
 
 
 def unit_of(module: str, units: frozenset[str]) -> str:

@@ -131,6 +131,7 @@ class Recorder(DispatchMode):
         self._kernels: list[tuple[int, Cost]] = []
         self._marks: list[Landed | Marked] = []
         self._exchanges: list[tuple[int, Exchange]] = []
+        self._copies: list[tuple[int, str, int, int]] = []
         self._names: dict[int, str] = {}
 
     # -- before and after ---------------------------------------------------------------------------------------------
@@ -200,6 +201,7 @@ class Recorder(DispatchMode):
             tuple(self._kernels),
             tuple(self._marks),
             tuple(self._exchanges),
+            tuple(self._copies),
         )
 
     # -- storages -----------------------------------------------------------------------------------------------------
@@ -350,6 +352,10 @@ class Recorder(DispatchMode):
     def exchange(self, exchange: Exchange) -> None:
         """Record a collective along the tensor axis."""
         self._exchanges.append((len(self._events), exchange))
+
+    def copy(self, lane: str, number: int, nbytes: int = 0) -> None:
+        """Record a copy of activations, or the wait for it, as in `Trace.copies`."""
+        self._copies.append((len(self._events), lane, number, nbytes))
 
     def mark(self, mark: Mark) -> None:
         """Record a use of a unit."""

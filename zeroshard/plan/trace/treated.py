@@ -4,8 +4,10 @@ Owns what an engine gives them otherwise: the saved-tensor hooks, the units' for
 not know what a treatment does. Read `recorder.py` and `activations/chain.py` first.
 """
 
+import itertools
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast, final
 
@@ -24,7 +26,7 @@ from zeroshard.describe.units import UnitPlan
 from zeroshard.plan.shape.tape import Exchange
 from zeroshard.plan.trace.recorder import Recorder
 from zeroshard.plan.trace.uses import UnitWatch
-from zeroshard.store.bus import Bus, Transfer
+from zeroshard.store.bus import Bus, Lane, Transfer
 from zeroshard.table.activations import Activations, Compressed, Offloaded, Partitioned
 from zeroshard.table.schedule import ROOT
 from zeroshard.table.trace import Ledger
@@ -67,7 +69,7 @@ class Treated(Saved):
         kinds: Mapping[Any, Callable[[Any, Axis], Any]] = {
             Partitioned: lambda cell, axis: Partition(axis),
             Compressed: compress,
-            Offloaded: lambda cell, axis: Offload(cell, _Bus(small_bytes)),
+            Offloaded: lambda cell, axis: Offload(cell, _Bus(small_bytes, self._copy)),
         }
         axis, ledger, model = Axis(tensor, 0, "In a trace,", self._gather), Ledger(), plans[ROOT].module
         super().__init__(treatment_of(cell, plans, axis, ledger, kinds), self._unit)
@@ -126,6 +128,10 @@ class Treated(Saved):
             units = self._under_way.pop()
             self.treat(units[-1] if units else self._unit(), outputs)
 
+    def _copy(self, lane: str, number: int, nbytes: int = 0) -> None:
+        assert self._recorder is not None
+        self._recorder.copy(lane, number, nbytes)
+
     def _gather(self, whole: Tensor, number: int, kind: str, what: str) -> Callable[[], object]:
         assert self._recorder is not None
         self._recorder.exchange(Exchange("gather", whole.nbytes))
@@ -161,11 +167,29 @@ class _Host:
 
 
 @final
-class _Bus(Bus):
-    """The bus of a trace: copies take no time, and what returns is new memory of the device."""
+@dataclass(slots=True, eq=False)
+class _Numbered(Transfer):
+    """A copy with its number in the trace."""
 
-    def __init__(self, small_bytes: int) -> None:
+    number: int = field(default=-1, kw_only=True)
+
+
+@final
+class _Bus(Bus):
+    """The bus of a trace: it tells of copies, and what returns is new memory of the device.
+
+    Args:
+        tell: takes the lane of a copy, its number and its bytes; lane "" where it is waited for.
+    """
+
+    def __init__(self, small_bytes: int, tell: Callable[..., None]) -> None:
         super().__init__(torch.device("cpu"), small_bytes)
+        self._tell, self._count = tell, itertools.count()
+
+    def _begin(self, lane: Lane, nbytes: int) -> Transfer:
+        transfer = _Numbered(lane, nbytes, number=next(self._count))
+        self._tell(lane, transfer.number, nbytes)
+        return transfer
 
     def allocate(self, nbytes: int) -> Any:
         """Return host memory."""
@@ -173,15 +197,17 @@ class _Bus(Bus):
 
     def out(self, source: Tensor, host: Any, after: Transfer | None) -> Transfer:
         """Return a transfer."""
-        return Transfer("out", source.numel())
+        return self._begin("out", source.numel())
 
     def back(self, host: Any, after: Transfer) -> tuple[Tensor, Transfer]:
         """Return new memory."""
-        return torch.empty(host.numel(), dtype=torch.uint8), Transfer("back", host.numel())
+        return torch.empty(host.numel(), dtype=torch.uint8), self._begin("back", host.numel())
 
     def wait(self, transfer: Transfer, memory: Tensor) -> None:
-        """Do nothing."""
+        """Tell of the wait."""
         transfer.is_waited = True
+        assert isinstance(transfer, _Numbered)
+        self._tell("", transfer.number)
 
     def abandon(self, transfer: Transfer) -> None:
         """Do nothing."""

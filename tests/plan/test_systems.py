@@ -1,0 +1,122 @@
+"""Other systems as options of a plan: what they keep, what they take longer for, and the names of devices."""
+
+import dataclasses
+import sys
+
+import pytest
+
+from zeroshard import cli
+from zeroshard.plan.machine.presets import DEVICES, device_named
+from zeroshard.plan.margins import MEMORY, margin_of
+from zeroshard.plan.planning import make_plan
+from zeroshard.plan.result import Plan
+from zeroshard.plan.systems import SYSTEMS
+from zeroshard.table.stages import row_of_stage
+
+GIB = 2**30
+
+
+def plan(system: str = "zeroshard", **changed: object) -> Plan:
+    asked = {"world_size": 8, "seq": 1024, "device": "a100"} | changed
+    return make_plan("gpt2-xl", system=system, **asked)  # type: ignore[arg-type]
+
+
+def test_each_system_plans_and_says_its_name() -> None:
+    for name, system in SYSTEMS.items():
+        if name == "nanotron":
+            with pytest.raises(ValueError, match=r"kernels of nanotron are written for blocks of Llama; gpt2"):
+                make_plan("gpt2", world_size=2, system=name)
+            continue
+        made = make_plan("gpt2", world_size=2, seq=128, system=name)
+        assert made.options["system"] == name
+        assert made.asked.row == row_of_stage(3 if system.stage is None else system.stage)
+
+
+def test_fsdp2_keeps_masters_alone() -> None:
+    ours, theirs = plan(), plan("fsdp2")
+    # No rank keeps its part in the dtype of the computation beside the part of the masters.
+    assert theirs.resident_bytes["parameters"] == 0
+    assert theirs.resident_bytes["states"] == ours.resident_bytes["states"]
+    assert theirs.film.sent_bytes == ours.film.sent_bytes
+
+
+def test_gathers_that_nothing_hides_are_waited_for() -> None:
+    slow = dataclasses.replace(DEVICES["a100-80"], link_bytes_per_s=10e9)
+    beside, after = (
+        make_plan("gpt2-xl", world_size=8, seq=1024, device=slow, system=system)
+        for system in (SYSTEMS["deepspeed-3"], dataclasses.replace(SYSTEMS["deepspeed-3"], gathers_beside=True))
+    )
+    assert beside.film.exposed_s > after.film.exposed_s
+
+
+def test_one_exchange_after_the_last_backward_is_exposed() -> None:
+    hidden, exposed = (
+        make_plan("gpt2-xl", world_size=8, seq=1024, device="a100", stage=1, system=one)
+        for one in (SYSTEMS["deepspeed-1"], dataclasses.replace(SYSTEMS["deepspeed-1"], reduces_beside=True))
+    )
+    assert hidden.film.exposed_s > exposed.film.exposed_s
+    assert hidden.peak_bytes >= exposed.peak_bytes
+
+
+def test_a_host_that_queues_slowly_bounds_a_small_step() -> None:
+    eager, compiled = (
+        make_plan(
+            "gpt2", world_size=1, seq=128, device="h100", system=dataclasses.replace(SYSTEMS["ddp"], host_part=part)
+        )
+        for part in (2.0, 0.0)
+    )
+    assert eager.step_s > 1.5 * compiled.step_s
+
+
+def test_offload_of_a_system_is_that_of_a_plan() -> None:
+    made = plan("deepspeed-2-offload")
+    assert made.film.elsewhere_bytes["host"] > 0
+    assert made.host_bytes > plan("deepspeed-2").host_bytes
+
+
+def test_an_unknown_system_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"system must be one of zeroshard, fsdp2, .*; got 'fsdp3'\."):
+        plan("fsdp3")
+
+
+def test_systems_stand_beside_each_other(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["plan", "gpt2", "--ranks", "4", "--device", "a100", "--system", "fsdp2, deepspeed-2"]
+    monkeypatch.setattr(sys, "argv", ["zeroshard", *asked])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert not ended.value.code
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[2:6]] == ["system", "zeroshard", "fsdp2", "deepspeed-2"]
+
+
+# -- devices and margins ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("asked", "name"),
+    [
+        *(("h100", "h100-80"), ("H100-80GB-SXM", "h100-80"), ("h100-80-sxm", "h100-80"), ("NVIDIA A100", "a100-80")),
+        *(("A100-40GB", "a100-40"), ("4090", "rtx4090"), ("GeForce RTX 4090", "rtx4090"), ("gb200", "gb200")),
+    ],
+)
+def test_devices_have_the_names_that_people_use(asked: str, name: str) -> None:
+    assert device_named(asked) is DEVICES[name]
+
+
+def test_an_unknown_device_names_the_nearest() -> None:
+    with pytest.raises(ValueError, match=r"got 'h1000'\. Nearest: h100, h100-80"):
+        device_named("h1000")
+
+
+def test_a_margin_is_that_of_runs_of_the_kind() -> None:
+    made = plan(stage=1, tensor=5, world_size=10)
+    assert margin_of(made.asked) == MEMORY["tensor, states sharded"]
+    assert f"of {margin_of(made.asked).runs} published runs of this kind (tensor, states sharded)" in str(made)
+    assert made.to_json()["memory"]["error"]["runs"] == MEMORY["tensor, states sharded"].runs
+
+
+def test_a_kind_without_runs_takes_the_widest_margin_and_says_so() -> None:
+    made = plan(stage=3, pipe=2, micro_batches=2)
+    assert "pipe, parameters sharded" not in MEMORY
+    assert margin_of(made.asked).nine_tenths == max(one.nine_tenths for one in MEMORY.values())
+    assert "not proven on runs of this kind (pipe, parameters sharded)" in str(made)
