@@ -73,6 +73,7 @@ class Found:
         lead: by how many exchanges this island is ahead of the slowest active one.
         is_up: whether the mailbox answers.
         is_gone: whether the mailbox took this island for gone, so that it has to join again.
+        is_settled: False if there is no room for more before these are taken in, and the exchange goes on after that.
     """
 
     here: Mapping[str, int]
@@ -80,6 +81,7 @@ class Found:
     lead: int = 0
     is_up: bool = True
     is_gone: bool = False
+    is_settled: bool = True
 
 
 class Source(ABC):
@@ -166,8 +168,11 @@ class Island:
         if self._log is not None:
             self._log.start(start, self._anchors, self.steps)
         self._source.begin()
-        if not start.founds:
-            self._take(self._source.catch_up(start.since, self.steps))
+        while not start.founds:
+            settled = self._source.catch_up(start.since, self.steps)
+            self._take(settled)
+            if settled.is_settled:
+                break
 
     @property
     def anchors(self) -> np.ndarray:
@@ -204,11 +209,14 @@ class Island:
             self._finish_pending(0.0)
         if self._pending is None:
             self._offer()
-        settled = self._source.settle(self.version, self.steps)
-        if settled.is_gone:
-            self._join_again()
-        else:
+        while True:
+            settled = self._source.settle(self.version, self.steps)
+            if settled.is_gone:
+                self._join_again()
+                break
             self._take(settled)
+            if settled.is_settled:
+                break
 
     def finish(self, *, others: bool = False) -> None:
         """Put what was not put yet, and leave: nobody waits for this island afterwards.
@@ -299,7 +307,7 @@ class Island:
         newest = {name: version for version, name in due}
         self.taken.update(newest)
         if self._log is not None:
-            self._log.took(self.steps, self.version, changes, self._anchors, values, settled.wait_s, settled.lead)
+            self._log.took(self.steps, self.version, changes, self._anchors, values, settled)
         self._source.take(newest)
 
     def _change(self, change: Change, own: Change | None) -> np.ndarray:

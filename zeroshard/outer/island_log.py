@@ -63,15 +63,14 @@ class Log:
         changes: Sequence[tuple[Change, np.ndarray]],
         anchors: np.ndarray,
         values: np.ndarray,
-        wait_s: float,
-        lead: int,
+        settled: Any,
     ) -> None:
         """Note the changes that were taken in, in order, and the anchors and values after them.
 
         Args:
             exchange: the newest version of this island.
-            wait_s: how long the exchange waited.
-            lead: by how many exchanges this island was ahead of the slowest active one.
+            settled: what was agreed (`island_exchange.Found`): how long the exchange waited, by how many exchanges this
+                island was ahead of the slowest active one, and whether the exchange went on.
         """
         listed = []
         for (version, name), change in changes:
@@ -85,8 +84,9 @@ class Log:
             changes=listed,
             anchors=crc_of(anchors),
             values=crc_of(values),
-            wait_s=round(wait_s, 4),
-            lead=lead,
+            wait_s=round(settled.wait_s, 4),
+            lead=settled.lead,
+            is_settled=settled.is_settled,
         )
 
     def note(self, what: str, **about: Any) -> None:

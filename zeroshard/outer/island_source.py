@@ -106,7 +106,7 @@ class Mail(Source):
 
     def catch_up(self, since: int, step: int) -> Found:
         """See `Source`."""
-        found = self._wait(lambda look: self._has_all(look, since) or look.is_full or not look.is_up, since)
+        found = self._wait(lambda look: self._has_all(look, since) or not look.is_up, since)
         # With what is newer, those that were there from the start make an exchange of their own.
         return replace(found, here={name: min(last, since) for name, last in found.here.items()})
 
@@ -124,7 +124,7 @@ class Mail(Source):
 
         def is_ready(look: Look) -> bool:
             is_there = self._has_news(look) if others else look.here.get(own, 0) >= version
-            return is_there or (not look.is_up and time.monotonic() > end_s)
+            return is_there or look.is_full or (not look.is_up and time.monotonic() > end_s)
 
         if others:
             self._post.tell_done()
@@ -150,7 +150,9 @@ class Mail(Source):
         begun_s = time.monotonic()
         while True:
             look = self._post.look()
-            row = {"ready": is_ready(look), "here": look.here, "up": look.is_up, "gone": look.is_gone}
+            is_settled = is_ready(look)
+            row = {"ready": is_settled or look.is_full, "settled": is_settled, "here": look.here}
+            row |= {"up": look.is_up, "gone": look.is_gone}
             rows = [json.loads(text) for text in self._values.texts(json.dumps(row | {"error": look.error}))]
             self._raise_any([one["error"] for one in rows])
             is_gone = any(one["gone"] for one in rows)
@@ -162,7 +164,8 @@ class Mail(Source):
                 }
                 slowest = min(look.needed.values(), default=version)
                 is_up = all(one["up"] for one in rows)
-                return Found(here, time.monotonic() - begun_s, max(version - slowest, 0), is_up, is_gone)
+                is_settled = all(one["settled"] for one in rows)
+                return Found(here, time.monotonic() - begun_s, max(version - slowest, 0), is_up, is_gone, is_settled)
             if row["ready"]:
                 time.sleep(_ROUND_S / 20)
             else:
@@ -279,7 +282,7 @@ class Logged(Source):
         here: dict[str, int] = {}
         for version, name, _ in entry.about["changes"]:
             here[name] = max(version, here.get(name, 0))
-        return Found(here)
+        return Found(here, is_settled=entry.about["is_settled"])
 
     def listed(self, name: str) -> list[int]:
         """See `Source`."""
