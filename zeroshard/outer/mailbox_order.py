@@ -15,7 +15,7 @@ from typing import Final
 
 import numpy as np
 
-__all__ = ["DTYPES", "Change", "add_changes", "check_name", "in_order", "name_order", "newer_than"]
+__all__ = ["Change", "DTYPES", "add_changes", "check_name", "in_order", "name_order", "newer_than"]
 
 Change = tuple[int, str]
 """A version and the name of the island that put it."""

@@ -28,11 +28,11 @@ from pathlib import Path
 from typing import Any, Final, final
 
 __all__ = [
+    "Line",
     "MAX_FRAME_BYTES",
     "MAX_HEADER_BYTES",
-    "PIECE_BYTES",
-    "Line",
     "MailboxError",
+    "PIECE_BYTES",
     "PeerError",
     "Refused",
     "accept_peer",
