@@ -344,7 +344,8 @@ def predict(case: Case) -> list[Found]:
         recompute=case.recompute,
     )
     film = plan.film
-    inside = sum(film.resident_bytes.values()) - film.resident_mapped_bytes + film.elsewhere_bytes.get("host", 0)
+    mapped_bytes = sum(one.nbytes for one in film.before if one.is_mapped)
+    inside = sum(film.resident_bytes.values()) - mapped_bytes + film.elsewhere_bytes.get("host", 0)
     place = max(range(len(film.live)), key=film.live.__getitem__)
     is_whole = {"transient": int(case.pipe == 1)}
     return [

@@ -75,7 +75,7 @@ class Recorder:
                 if args[0].exists():
                     self.note("remove", self._below(args[0]))
                 return original(*args)
-            self.note(name, *(self._below(path) for path in args))
+            self.note(name, *(self._below(arg) for arg in args if isinstance(arg, Path)))  # and not their modes
             result = original(*args)
             if name == "create":
                 self._paths[result] = self._below(args[0])

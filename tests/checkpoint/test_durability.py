@@ -42,7 +42,7 @@ class Disk:
 
         return operation
 
-    def _create(self, descriptor: int, path: Path) -> None:
+    def _create(self, descriptor: int, path: Path, *mode: int | None) -> None:
         self._paths[descriptor] = path
         self._unflushed.add(path)
         self._changed.add(path.parent)
@@ -53,7 +53,7 @@ class Disk:
     def _sync(self, _: None, descriptor: int) -> None:
         self._unflushed.discard(self._paths[descriptor])
 
-    def _make_folder(self, _: None, path: Path) -> None:
+    def _make_folder(self, _: None, path: Path, *mode: int | None) -> None:
         self._changed.add(path.parent)
 
     def _remove(self, _: None, path: Path) -> None:

@@ -215,4 +215,6 @@ def test_a_kernel_takes_the_longer_of_arithmetic_and_traffic() -> None:
     assert device.kernel_s(copy, "bfloat16") == pytest.approx(1 / device.memory_part)
     # A result of one tile occupies one multiprocessor of many; a library splits the sum over half of them.
     small = Cost(flops=1e12, kind="matmul", rows=128, columns=256)
-    assert device.kernel_s(small, "bfloat16") == pytest.approx(2 * 1e12 / (989e12 * device.matmul_part))
+    assert device.kernel_s(small, "bfloat16") == pytest.approx(
+        2 * 1e12 / (989e12 * device.matmul_part * device.sustained_part)
+    )

@@ -20,9 +20,10 @@ from zeroshard.plan.job import Options
 from zeroshard.plan.machine.allocator import Rules, simulate
 from zeroshard.plan.machine.presets import DEVICES
 from zeroshard.plan.machine.retries import NO_RETRIES, Retries
+from zeroshard.plan.margins import margin_of
 from zeroshard.plan.named import OPTIMIZERS, PRECISIONS
 from zeroshard.plan.planning import make_plan
-from zeroshard.plan.result import ERROR, TENSOR_ERROR, Plan, verdict_of
+from zeroshard.plan.result import Plan, verdict_of
 from zeroshard.plan.shape.shapes import SHAPES, read_config
 
 BLOCKED = """
@@ -188,7 +189,9 @@ def test_something_else_than_a_model_is_refused() -> None:
 
 def test_a_verdict_counts_the_known_error() -> None:
     plain = Options(world_size=2, device=DEVICES["h100-80"], sequence=128, row=row_of(3, None, None))
-    for asked, error in ((plain, ERROR[1]), (dataclasses.replace(plain, tensor=2), TENSOR_ERROR[1])):
+    errors = [margin_of(asked).nine_tenths for asked in (plain, dataclasses.replace(plain, tensor=2))]
+    assert len({*errors}) == 2 and min(errors) > 0
+    for asked, error in zip((plain, dataclasses.replace(plain, tensor=2)), errors, strict=True):
         whole = asked.device.memory_bytes
         assert verdict_of(whole, 0, asked) == "tight"
         assert verdict_of(whole + 1, 0, asked) == "no"
