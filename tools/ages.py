@@ -110,8 +110,8 @@ def note(name: str) -> str:
 
 def listed() -> str:
     """Return the list of old results."""
-    old = [name for name, one in results().items() if (changed_lines(name, one) or 0) > LIMIT_LINES]
-    return "".join(f"- [{name}]({name}), commit {_commit(results()[name])[:7]}\n" for name in old) or "None is.\n"
+    old = {name: one for name, one in results().items() if (changed_lines(name, one) or 0) > LIMIT_LINES}
+    return "".join(f"- [{name}]({name}), commit {_commit(one)[:7]}\n" for name, one in old.items()) or "None is.\n"
 
 
 def filled(text: str) -> str:

@@ -22,6 +22,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final, NamedTuple
@@ -116,26 +117,6 @@ def _train_trl(kind: str, job: Job) -> Found:
     return _run_trainer(test_trl.trainer_of(kind, job.stage, job.folder, **options), job)
 
 
-def _train_sft(job: Job) -> Found:
-    return _train_trl("sft", job)
-
-
-def _train_dpo(job: Job) -> Found:
-    return _train_trl("dpo", job)
-
-
-def _train_reward(job: Job) -> Found:
-    return _train_trl("reward", job)
-
-
-def _train_grpo(job: Job) -> Found:
-    return _train_trl("grpo", job)
-
-
-def _train_rloo(job: Job) -> Found:
-    return _train_trl("rloo", job)
-
-
 def _run_trainer(trainer: transformers.Trainer, job: Job) -> Found:
     if job.killed_after:
         trainer.add_callback(test_trainers.Killing(1, job.killed_after))
@@ -179,11 +160,13 @@ CASES: Mapping[str, Case] = {
         _train_trainer,
         ("from zeroshard.integrations.transformers import Trainer", 'zero={"stage": 3}'),
     ),
-    "sft": Case("trl", _train_sft, (*_MIXIN, "class SFTTrainer(ZeroMixin, trl.SFTTrainer): pass")),
-    "dpo": Case("trl", _train_dpo, (*_MIXIN, "class DPOTrainer(ZeroMixin, trl.DPOTrainer): pass")),
-    "reward": Case("trl", _train_reward, (*_MIXIN, "class RewardTrainer(ZeroMixin, trl.RewardTrainer): pass")),
-    "grpo": Case("trl", _train_grpo, (*_MIXIN, "class GRPOTrainer(ZeroMixin, trl.GRPOTrainer): pass")),
-    "rloo": Case("trl", _train_rloo, (*_MIXIN, "class RLOOTrainer(ZeroMixin, trl.RLOOTrainer): pass")),
+    "sft": Case("trl", partial(_train_trl, "sft"), (*_MIXIN, "class SFTTrainer(ZeroMixin, trl.SFTTrainer): pass")),
+    "dpo": Case("trl", partial(_train_trl, "dpo"), (*_MIXIN, "class DPOTrainer(ZeroMixin, trl.DPOTrainer): pass")),
+    "reward": Case(
+        "trl", partial(_train_trl, "reward"), (*_MIXIN, "class RewardTrainer(ZeroMixin, trl.RewardTrainer): pass")
+    ),
+    "grpo": Case("trl", partial(_train_trl, "grpo"), (*_MIXIN, "class GRPOTrainer(ZeroMixin, trl.GRPOTrainer): pass")),
+    "rloo": Case("trl", partial(_train_trl, "rloo"), (*_MIXIN, "class RLOOTrainer(ZeroMixin, trl.RLOOTrainer): pass")),
     "fabric": Case(
         "lightning",
         _train_fabric,

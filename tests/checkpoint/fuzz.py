@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -97,6 +97,25 @@ def seeds(folder: Path) -> list[Files]:
     return [*made, tensors, tensors | {"model.safetensors.index.json": listed}]
 
 
+def edges_into(seen: set[tuple[str, int, int]], code: str) -> Callable[[FrameType, str, Any], Any]:
+    """Return a function for `sys.settrace` that adds to `seen` each pair of lines that follow each other in `code`."""
+
+    def trace(frame: FrameType, event: str, arg: Any) -> Any:
+        if not frame.f_code.co_filename.startswith(code):
+            return None
+        name, last = frame.f_code.co_filename, frame.f_lineno
+
+        def local(frame: FrameType, event: str, arg: Any) -> Any:
+            nonlocal last
+            seen.add((name, last, frame.f_lineno))
+            last = frame.f_lineno
+            return local
+
+        return local
+
+    return trace
+
+
 class Fuzzer:
     """Makes inputs, and judges each. The same seed makes the same inputs.
 
@@ -107,6 +126,7 @@ class Fuzzer:
     def __init__(self, folder: Path, seed: int) -> None:
         self.counts, self._draw, self._folder = Counts(), random.Random(seed), folder
         self._seen: set[tuple[str, int, int]] = set()
+        self._trace = edges_into(self._seen, CODE)
         self._pool = seeds(folder / "seeds")
         self._trainer = small.Small(0).train(2)
         for files in self._pool:
@@ -187,19 +207,6 @@ class Fuzzer:
             return f"{type(error).__name__}: {error}"
         self.counts.accepted += 1
         return ""
-
-    def _trace(self, frame: FrameType, event: str, arg: Any) -> Any:
-        if not frame.f_code.co_filename.startswith(CODE):
-            return None
-        name, last = frame.f_code.co_filename, frame.f_lineno
-
-        def local(frame: FrameType, event: str, arg: Any) -> Any:
-            nonlocal last
-            self._seen.add((name, last, frame.f_lineno))
-            last = frame.f_lineno
-            return local
-
-        return local
 
     # -- mutation -----------------------------------------------------------------------------------------------------
 

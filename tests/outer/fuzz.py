@@ -20,12 +20,11 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import numpy as np
 
-from tests.checkpoint.fuzz import LIMIT_BYTES, LIMIT_S, NUMBERS, OTHERS, Counts, memory_bytes, walk
+from tests.checkpoint.fuzz import LIMIT_BYTES, LIMIT_S, NUMBERS, OTHERS, Counts, edges_into, memory_bytes, walk
 from zeroshard.outer import serve
 from zeroshard.outer.mailbox_wire import Line, MailboxError, answer_challenge, parse_address
 
@@ -75,6 +74,7 @@ class Fuzzer:
     def __init__(self, folder: Path, seed: int) -> None:
         self.counts, self._draw, self._folder = Counts(), random.Random(seed), folder
         self._seen: set[tuple[str, int, int]] = set()
+        self._trace = edges_into(self._seen, CODE)
         self._pool, self._problems = seeds(), list[str]()
         self._is_watching = self._is_answered = False
         sys.addaudithook(self._audit)
@@ -238,19 +238,6 @@ class Fuzzer:
             yield
         finally:
             mailbox_files.os.fsync = real
-
-    def _trace(self, frame: FrameType, event: str, arg: Any) -> Any:
-        if not frame.f_code.co_filename.startswith(CODE):
-            return None
-        name, last = frame.f_code.co_filename, frame.f_lineno
-
-        def local(frame: FrameType, event: str, arg: Any) -> Any:
-            nonlocal last
-            self._seen.add((name, last, frame.f_lineno))
-            last = frame.f_lineno
-            return local
-
-        return local
 
     # -- mutation -----------------------------------------------------------------------------------------------------
 

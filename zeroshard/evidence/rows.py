@@ -133,10 +133,9 @@ def run_of(row: Mapping[str, str], sources: Sequence[Source] = ()) -> Run:
     )
     products = next((to for key, to in (("FP8", "float8"), ("NVFP4", "float4")) if key in source), system.products)
     is_looped, chunks = pipe > 1 and micro_batches >= pipe, re.search(r" VP(\d+) ", source)
-    precision = system.precision or "bf16"
-    if device.name == "v100-32":
-        precision = "paper"
-    stage = _whole(row, "zero_stage", 0) if system.stage is None or row["zero_stage"] else system.stage
+    precision = "paper" if device.name == "v100-32" else system.precision or "bf16"
+    asked = _whole(row, "zero_stage", 0) if system.stage is None or row["zero_stage"] else system.stage
+    residency = row_of_stage(asked if data > 1 else 0)
     is_treated, treated = row["recompute"] not in KEPT, CONFIGURATIONS.get(row["recompute"][:2])
     options = Options(
         world_size=data * tensor * pipe,
@@ -144,7 +143,7 @@ def run_of(row: Mapping[str, str], sources: Sequence[Source] = ()) -> Run:
         batch=batch,
         sequence=sequence,
         row=dataclasses.replace(
-            row_of_stage(stage if data > 1 else 0),
+            residency,
             activations=treated.activations if treated else Activations((Recomputed(),) * is_treated),
         ),
         precision=precision,
@@ -161,7 +160,7 @@ def run_of(row: Mapping[str, str], sources: Sequence[Source] = ()) -> Run:
             data * tensor * pipe,
             tensor,
             is_piped=pipe > 1,
-            is_sharded=stage > 0 and data > 1,
+            is_sharded=residency.is_cut,
         ),
     )
     if chunks and is_looped and micro_batches % pipe == 0 and shape.layers >= int(chunks[1]) * pipe:

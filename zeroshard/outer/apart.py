@@ -6,16 +6,35 @@ Owns that interface, and the count of steps. It must not know exchanges: `island
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from zeroshard.core.engine import Engine
+from zeroshard.table.bytes import add_bytes
+from zeroshard.table.cells import Cell
 from zeroshard.table.trace import Memory
 from zeroshard.update.optimizer import ShardedOptimizer
 
-__all__ = ["Apart"]
+__all__ = ["Apart", "with_states"]
+
+
+def with_states(memory: Memory, cell: Cell, now: int, later: int) -> Memory:
+    """Return `memory` with bytes of states more.
+
+    Args:
+        cell: where they are.
+        now: bytes of this moment and of the peak.
+        later: predicted bytes.
+    """
+
+    def more(columns: Mapping[str, int], nbytes: int) -> dict[str, int]:
+        counted = Counter(columns)
+        add_bytes(counted, "states", cell, (nbytes, 0))
+        return dict(counted)
+
+    return Memory(more(memory.resident_bytes, now), more(memory.peak_bytes, now), more(memory.predicted_bytes, later))
 
 
 class Apart(ABC):

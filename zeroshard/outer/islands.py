@@ -12,7 +12,7 @@ Note: steps and exchanges
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import final
 
 import torch
@@ -20,12 +20,11 @@ import torch
 from zeroshard.core.engine import Engine
 from zeroshard.optim.keeps import state_cost
 from zeroshard.outer import formula
-from zeroshard.outer.apart import Apart
+from zeroshard.outer.apart import Apart, with_states
 from zeroshard.outer.exchange import Arrived, Exchange, is_finite
 from zeroshard.outer.fragments import Fragment, fragments_of, store_of
 from zeroshard.outer.options import Outer
 from zeroshard.setup.equal import check_equal
-from zeroshard.table.bytes import add_bytes
 from zeroshard.table.errors import RankMismatchError
 from zeroshard.table.trace import Memory
 from zeroshard.update.optimizer import ShardedOptimizer
@@ -151,16 +150,7 @@ class Islands(Apart):
             cost = found[0]
         kept = [(fragment.anchor.nbytes, fragment.lost is not None) for fragment in self.fragments]
         later = max(now, sum(nbytes * (1 + cost + has_lost) for nbytes, has_lost in kept))
-
-        def more(columns: Mapping[str, int], nbytes: int) -> dict[str, int]:
-            counted = Counter(columns)
-            add_bytes(counted, "states", self.options.cell, (nbytes, 0))
-            return dict(counted)
-
-        columns = zip(
-            (memory.resident_bytes, memory.peak_bytes, memory.predicted_bytes), (now, now, later), strict=True
-        )
-        return Memory(*(more(*one) for one in columns))
+        return with_states(memory, self.options.cell, now, later)
 
     def sent_bytes(self) -> Counter[str]:
         """Return the bytes that this rank has sent to its counterparts on other islands, by kind as in `Traffic`."""

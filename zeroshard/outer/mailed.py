@@ -12,11 +12,10 @@ from typing import final
 import torch
 
 from zeroshard.core.engine import Engine
-from zeroshard.outer.apart import Apart
+from zeroshard.outer.apart import Apart, with_states
 from zeroshard.outer.island_model import join_islands
 from zeroshard.outer.island_source import Logged
 from zeroshard.outer.options import CELLS, Outer
-from zeroshard.table.bytes import add_bytes
 from zeroshard.table.trace import Memory
 from zeroshard.update.optimizer import ShardedOptimizer
 
@@ -68,12 +67,7 @@ class Mailed(Apart):
     def counted(self, memory: Memory) -> Memory:
         """See `Apart`."""
         nbytes = self._island.nbytes
-        found = [dict(columns) for columns in (memory.resident_bytes, memory.peak_bytes, memory.predicted_bytes)]
-        for columns in found:
-            counted = Counter(columns)
-            add_bytes(counted, "states", CELLS["host"], (nbytes, 0))
-            columns.update(counted)
-        return Memory(*found)
+        return with_states(memory, CELLS["host"], nbytes, nbytes)
 
     def sent_bytes(self) -> Counter[str]:
         """See `Apart`: changes are no message between ranks; the logs of island and mailbox have them."""

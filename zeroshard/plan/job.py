@@ -472,7 +472,9 @@ def _account(optimizer: str, device: Device, model: Transformer, *sharding: Any)
     return updates, account_of(updates, device)
 
 
-_written: Final = lru_cache(64)(nanotron_parts)
+@lru_cache(64)
+def _written(model: Transformer, batch: int, sequence: int, tensor: int) -> Mapping[str, Parts]:
+    return nanotron_parts(model, batch, sequence, tensor)
 
 
 @lru_cache(1024)

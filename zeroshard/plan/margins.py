@@ -10,9 +10,10 @@ Note: what a margin is
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Final, NamedTuple, final
+from typing import Final, final
 
 from zeroshard.plan.job import Options
 
@@ -20,7 +21,8 @@ __all__ = ["MEMORY", "Margin", "kind_of", "margin_of"]
 
 
 @final
-class Margin(NamedTuple):
+@dataclass(frozen=True)
+class Margin:
     """Errors of memory of a kind of runs: the median, nine in ten, the number of runs, and what was left out."""
 
     median: float
@@ -52,4 +54,4 @@ def margin_of(options: Options) -> Margin:
     if options.device.is_cpu:
         return OWN
     found = MEMORY.get(kind_of(options))
-    return found or max(MEMORY.values(), key=lambda one: one.nine_tenths)._replace(is_proven=False)
+    return found or replace(max(MEMORY.values(), key=lambda one: one.nine_tenths), is_proven=False)

@@ -237,7 +237,7 @@ class Plan:
                 "offloaded_peak_bytes": self.film.host_peak_bytes,
                 "save_bytes": self.save_bytes,
                 "owned_bytes": list(self.owned_bytes),
-                "error": margin_of(self.asked)._asdict(),
+                "error": dataclasses.asdict(margin_of(self.asked)),
                 "retries": {"by_step": list(self.retries.by_step), "is_served": self.retries.is_served},
             },
             "traffic": dict(self.film.sent_bytes),
