@@ -42,7 +42,7 @@ PAGE = ROOT / "docs/trainers.md"
 RESULTS = ROOT / "benchmarks/results"
 FILES = ("trainers.json", "trainers-oldest.json")
 """Results of the newest releases, and of the oldest."""
-BEGIN, END = "<!-- made by tools.trainers -->\n", "<!-- end -->\n"
+BEGIN, END = "<!-- table: trainers -->\n", "<!-- end -->\n"
 PACKAGES = ("torch", "transformers", "accelerate", "trl", "peft", "lightning")
 RANKS: Final = 2
 STEPS: Final = 20
