@@ -6,7 +6,8 @@
 
 Each trainer runs 20 steps on two ranks, in fp32, with accumulation over two micro-batches and an evaluation every five
 steps: with the library's own DDP, and at stages 0 to 3. Without clipping, losses, evaluations and parameters must be
-equal bit for bit; with clipping that takes effect, they and the norms must be within 1e-5. Then rank 1 is killed after
+equal bit for bit; with clipping they and the norms must be within 1e-5, and the table says how far clipping moves DDP's
+own results. Then rank 1 is killed after
 step 10, and the library's own resume must end with the bits of an undisturbed run. Last come kills of a rank at random
 moments, each followed by a resume, until the training ends.
 
@@ -246,8 +247,9 @@ def try_case(name: str, folder: Path, kills: int, stages: Sequence[int] = STAGES
     """Run everything of one trainer; return distances by stage, and what came of kills. An error is a text."""
     case, begin_s = CASES[name], time.monotonic()
     result: dict[str, Any] = {"library": case.library, "lines": case.lines, "unclipped": {}, "clipped": {}}
+    plain: list[Found] = []
     for key, clip in (("unclipped", 0.0), ("clipped", CLIP)):
-        plain = _run(name, Job(None, folder / f"{key}-ddp", clip))
+        before, plain = plain, _run(name, Job(None, folder / f"{key}-ddp", clip))
         for stage in stages:
             try:
                 found = _run(name, Job(stage, folder / f"{key}-{stage}", clip))
@@ -256,6 +258,7 @@ def try_case(name: str, folder: Path, kills: int, stages: Sequence[int] = STAGES
                 result[key][str(stage)] = farthest(found, plain, skips=skips)
             except RankFailure as error:
                 result[key][str(stage)] = _last_line(error)
+    result["clipping_changes"] = farthest(plain, before, skips=("grad_norm", "norm"))
     if case.is_resumed:
         saving = Job(3, folder / "whole", saves=MIDDLE // 2)
         whole = _run(name, saving)
@@ -331,7 +334,8 @@ def table(results: Sequence[Mapping[str, Any]]) -> str:
                 f"{one['library']} {result['versions'][one['library']]}",
                 str(len(one["lines"])),
                 _stages(one["unclipped"], 0.0),
-                f"{_stages(one['clipped'], WITHIN)}; {max(clipped, default=float('nan')):.1g}",
+                f"{_stages(one['clipped'], WITHIN)}; {max(clipped, default=float('nan')):.1g} "
+                f"of {one['clipping_changes']:.1g}",
                 "" if "resumed" not in one else "same bits" if one["resumed"] == 0 else f"**{one['resumed']}**",
                 "" if kills is None else f"{kills['kills']}, {kills['lost']} lost",
             ]

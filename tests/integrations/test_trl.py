@@ -127,3 +127,28 @@ def test_a_trainer_of_trl_computes_what_ddp_computes(kind: str, tmp_path: Path) 
             assert found[1] == pytest.approx(norms, rel=1e-5), stage
             if kind in ("dpo", "grpo", "rloo"):
                 assert found[2] == pytest.approx(whole / (2 if stage == 3 else 1), rel=0.01), stage
+
+
+def generate(stage: int | None, folder: Path) -> list[list[list[int]]]:
+    """Train with GRPO, where ranks generate up to 5 and 12 tokens; return the tokens of each call of the reward."""
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    seed(5)
+    told: list[list[list[int]]] = []
+
+    def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
+        told.append(completion_ids)
+        return [float(len(one) % 7) for one in completion_ids]
+
+    trainer = trainer_of("grpo", stage, folder, max_steps=3, max_completion_length=5 + 7 * int(os.environ["RANK"]))
+    trainer.reward_funcs[0] = reward
+    trainer.train()
+    return told
+
+
+@pytest.mark.product
+def test_ranks_of_grpo_generate_the_tokens_of_whole_models(tmp_path: Path) -> None:
+    """With DDP each rank generates by itself."""
+    built().save_pretrained(tmp_path / "start")
+    whole, sharded = (run_ranks(generate, 2, stage, tmp_path / str(stage)) for stage in (None, 3))
+    assert sharded == whole
+    assert [max(len(one) for told in rank for one in told) for rank in whole] == [5, 12]
