@@ -6,10 +6,9 @@
 
 Each trainer runs 20 steps on two ranks, in fp32, with accumulation over two micro-batches and an evaluation every five
 steps: with the library's own DDP, and at stages 0 to 3. Without clipping, losses, evaluations and parameters must be
-equal bit for bit; with clipping they and the norms must be within 1e-5, and the table says how far clipping moves DDP's
-own results. Then rank 1 is killed after
-step 10, and the library's own resume must end with the bits of an undisturbed run. Last come kills of a rank at random
-moments, each followed by a resume, until the training ends.
+equal bit for bit; with clipping they and the norms must be within 1e-5, and the table says how far clipping moves the
+results of DDP. Then rank 1 is killed after step 10, and the library's own resume must end with the bits of an
+undisturbed run. Last come kills of a rank at random moments, each followed by a resume, until the training ends.
 
 Owns the runs, their comparison, the result files and the table. The loops are those of the tests in tests/integrations.
 """
