@@ -1,8 +1,9 @@
-"""The device of each rank: an agreement before any communication between devices.
+"""What each rank needs of its host: an agreement before any communication between ranks.
 
-Owns the rejection of devices that are missing, or that two ranks of a host would share. Ranks agree through the
-store, which needs no device, so that all ranks raise; NCCL would fail on some ranks and leave others waiting. Read
-`choose` (`devices.py`) and `join/arrival.py` first.
+Owns the rejection of devices that are missing, or that two ranks of a host would share, and of limits of open files
+that are too low. Ranks agree through the store, which needs no device, so that all ranks raise; NCCL and gloo would
+fail on some ranks and leave others waiting. Read `choose` (`devices.py`), `watch/descriptors.py` and `join/arrival.py`
+first.
 """
 
 import torch
@@ -10,20 +11,23 @@ from torch.distributed import Store
 
 from zeroshard import devices
 from zeroshard.join.arrival import Wait, await_ranks, explained, tell_meeting
+from zeroshard.watch import descriptors
 from zeroshard.wire.mesh import read_local_rank
 
 __all__ = ["await_places"]
 
 
-def await_places(store: Store, wait: Wait, device: torch.device, backend: str) -> None:
+def await_places(store: Store, wait: Wait, device: torch.device, backend: str, files: int) -> None:
     """Return when every rank has reached `wait.place`, each with its own device.
 
     Args:
         device: this rank's device.
         backend: the rank's backend, which must be equal on all ranks.
+        files: the file descriptors that this rank is about to open.
 
     Raises:
-        RuntimeError: on every rank, if the device of a rank is not usable; as `await_ranks`.
+        RuntimeError: on every rank, if a rank's device is not usable, or it may not open so many files; as
+            `await_ranks`.
 
     Collective: as `await_ranks`, and two to four requests to the store; every rank must call.
     """
@@ -37,7 +41,9 @@ def await_places(store: Store, wait: Wait, device: torch.device, backend: str) -
         key = f"zeroshard/devices at {wait.meeting}"
         # A rank may reach a place again, for instance after an error; keys of earlier attempts are obsolete.
         key = f"{key}/{store.add(f'{key}/{wait.rank}', 1)}"
-        mine = _refusal(store, key, wait.rank, device, backend)
+        mine = _refusal(store, key, wait.rank, device, backend) or descriptors.refusal(
+            files, f"{len(wait.ranks)} ranks"
+        )
         if mine:
             store.compare_set(f"{key}/refusal", "", f"rank {wait.rank}: {mine}")
     await_ranks(store, wait)

@@ -23,6 +23,7 @@ from zeroshard.join.places import await_places
 from zeroshard.join.restarts import part_of_this_start
 from zeroshard.table.errors import RankMismatchError
 from zeroshard.torch_groups import default_store
+from zeroshard.watch import descriptors
 from zeroshard.watch.cause_file import CauseFile
 from zeroshard.watch.process import is_child_of
 from zeroshard.wire.comm import gather_across_ranks
@@ -129,7 +130,9 @@ def everybody_at(place: str, mesh: Mesh, watchdog_s: float, heartbeat_s: float) 
             # An invalid limit raises on all ranks, after they have arrived.
             limits = [limit_s if _is_limit(limit_s) else MOST_SECONDS for limit_s in (watchdog_s, heartbeat_s)]
             wait = Wait(mesh.numbers[mesh.rank], mesh.numbers, str(mesh), place, *limits)
-            await_places(store, wait, mesh.device, dist.get_backend_config())
+            local = min(read_int("LOCAL_WORLD_SIZE", mesh.world_size), mesh.world_size)
+            files = descriptors.of_model(mesh.world_size, local, local)  # at most: they may send messages
+            await_places(store, wait, mesh.device, dist.get_backend_config(), files)
         yield
 
 
@@ -181,7 +184,8 @@ def _join(launched: Launched, watchdog_s: float, heartbeat_s: float, backend: st
     else:
         store = open_store(wait, launched.address, launched.port, watchdog_s)
     device = devices.choose("nccl" if "nccl" in backend else None, local_rank=read_local_rank())
-    await_places(store, wait, device, backend)
+    files = descriptors.of_start(world_size, hosts_store=not launched.has_store and rank == 0)
+    await_places(store, wait, device, backend, files)
     bound: dict[str, Any] = {}
     if device.type == "cuda":
         # Before the group is created, which may create a context on the current device. With a device, the group
