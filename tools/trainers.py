@@ -120,7 +120,8 @@ def _train_trl(kind: str, job: Job) -> Found:
 def _run_trainer(trainer: transformers.Trainer, job: Job) -> Found:
     if job.killed_after:
         trainer.add_callback(test_trainers.Killing(1, job.killed_after))
-    has_checkpoint = any(job.folder.glob("checkpoint-*"))
+    # A kill before the end of the first save leaves a folder that is no checkpoint.
+    has_checkpoint = any(job.folder.glob("checkpoint-*/trainer_state.json"))
     trainer.train(resume_from_checkpoint=True if job.resumes and has_checkpoint else None)
     return test_trainers.found_in(trainer)
 
@@ -221,10 +222,10 @@ def farthest(one: Sequence[Found], other: Sequence[Found], *, skips: Sequence[st
     """
     worst = 0.0
     for here, there in zip(one, other, strict=True):
-        ours, theirs = dict(_numbers(here)), dict(_numbers(there))
+        ours, theirs = ({k: v for k, v in _numbers(one) if k not in skips} for one in (here, there))
         if ours.keys() != theirs.keys():
             return float("inf")
-        for name in ours.keys() - {*skips}:
+        for name in ours:
             if ours[name].shape != theirs[name].shape or not ours[name].isfinite().all():
                 return float("inf")
             if ours[name].numel():
