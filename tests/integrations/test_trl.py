@@ -85,7 +85,8 @@ def trainer_of(kind: str, stage: int | None, folder: Path, **changes: Any) -> An
     elif name == "reward":
         rows = [{"chosen": words(place, 5), "rejected": words(place + 3, 4)} for place in range(32)]
     else:
-        rows = [{"prompt": words(place, 3)} for place in range(32)]
+        # One epoch: TRL's sampler begins again where a training resumes, so that later epochs draw in another order.
+        rows = [{"prompt": words(place, 3)} for place in range(96)]
         options |= {"num_generations": 4, "max_completion_length": 8, "beta": 0.1, "per_device_train_batch_size": 4}
         more["reward_funcs"] = lambda completions, **_: [float(len(one) % 7) for one in completions]
         # The trainer reads its reference from the same folder.
