@@ -34,7 +34,6 @@ from zeroshard.loader import Stateful, restore, states_of
 from zeroshard.misuse import HABIT, refuse_those
 from zeroshard.optim.admission import check_optimizers
 from zeroshard.optim.keeps import kept_by
-from zeroshard.outer.islands import Islands
 from zeroshard.outer.start import Start
 from zeroshard.report.profile import Profile
 from zeroshard.setup.equal import check_equal, facts_of_optimizer, tell_refusal
@@ -88,7 +87,7 @@ class Zero:
         if described.chosen and engine.mesh.rank == 0:
             logging.getLogger(__name__).info(described.chosen)
         self._islands = start.islands(engine, described.model, self._sharded)
-        self._together = self._islands if isinstance(self._islands, Islands) else None
+        self._together = start.saved_as_one
         self._saver = Saver(engine, described.model, self._sharded, self._together)
         self._averages: weakref.WeakSet[Average] = weakref.WeakSet()
         self.residency = described.row

@@ -51,6 +51,8 @@ class Start:
         """This rank and its counterparts on the other islands; None without islands."""
         self.asked, self.own, self.launch = asked, domain, domain
         """What `mesh=` means on this island, its ranks, and the ranks of all islands."""
+        self.saved_as_one: Islands | None = None
+        """Islands whose checkpoint is one, of all of them; None where each launch has its own. Made by `islands`."""
         self._known: Sequence[torch.optim.Optimizer] = ()
         if options is not None and not getattr(options, "address", ""):
             found = split(asked, domain)
@@ -90,7 +92,8 @@ class Start:
         if self._options is None or self._comm is None:
             return None
         _align(engine, model, self._comm)
-        return Islands(engine, self._comm, self._options, optimizers)
+        self.saved_as_one = Islands(engine, self._comm, self._options, optimizers)
+        return self.saved_as_one
 
 
 def _check_outer(options: object, described: Described) -> None:
