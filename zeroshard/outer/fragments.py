@@ -19,7 +19,6 @@ from zeroshard.outer import formula
 from zeroshard.outer.options import Outer
 from zeroshard.store.stores import MEMORIES, DeviceStore, Store
 from zeroshard.table.pipeline import balanced
-from zeroshard.table.spec import itemsize
 from zeroshard.wire.codec import Codec
 from zeroshard.wire.comm import Comm, Tag
 from zeroshard.wire.transports import codec_of
@@ -92,10 +91,8 @@ class Fragment:
         for part in self.parts:
             self.dtype = torch.promote_types(self.dtype, part.values().dtype)
         self.anchor = torch.nn.Parameter(store.zeros(self.numel, self.dtype))
-        self.codec: Codec = codec_of(str(self.dtype).removeprefix("torch."))
-        self.lost: Tensor | None = None
-        if options.bits < 8 * itemsize("float32"):
-            self.codec, self.lost = codec_of(f"scaled{options.bits}"), store.zeros(self.numel, self.dtype)
+        self.codec: Codec = codec_of(options.codec(dtype := str(self.dtype).removeprefix("torch.")))
+        self.lost: Tensor | None = None if self.codec.name == dtype else store.zeros(self.numel, self.dtype)
         self.exchanged_at = 0
         """The step at which its parameters became the anchors; -1 if the island's own were mixed in."""
 

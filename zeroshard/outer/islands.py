@@ -18,7 +18,6 @@ from typing import final
 import torch
 
 from zeroshard.core.engine import Engine
-from zeroshard.optim.keeps import state_cost
 from zeroshard.outer import formula
 from zeroshard.outer.apart import Apart, with_states
 from zeroshard.outer.exchange import Arrived, Exchange, is_finite
@@ -145,11 +144,8 @@ class Islands(Apart):
 
     def counted(self, memory: Memory) -> Memory:
         """Return `memory` with anchors, outer states and what rounding lost."""
-        now, cost = sum(one.nbytes for one in self.states()), 0
-        if self.optimizer is not None and (found := state_cost(self.optimizer)) is not None:
-            cost = found[0]
-        kept = [(fragment.anchor.nbytes, fragment.lost is not None) for fragment in self.fragments]
-        later = max(now, sum(nbytes * (1 + cost + has_lost) for nbytes, has_lost in kept))
+        now = sum(one.nbytes for one in self.states())
+        later = max(now, self.options.kept_per_element * sum(fragment.anchor.nbytes for fragment in self.fragments))
         return with_states(memory, self.options.cell, now, later)
 
     def sent_bytes(self) -> Counter[str]:

@@ -12,6 +12,7 @@ from typing import Any, Literal, final
 
 import torch
 
+from zeroshard.optim.keeps import state_cost
 from zeroshard.outer.island_options import IslandOptions
 from zeroshard.table.cells import Cell, Elsewhere, Place, Sharded
 
@@ -109,6 +110,23 @@ class Outer:
     def cell(self) -> Cell:
         """The cell of anchors, outer states and what rounding lost: each rank has its shard."""
         return CELLS[self.memory]
+
+    def codec(self, dtype: str) -> str:
+        """Return the codec of messages, by name, of changes in a dtype."""
+        return dtype if self.bits == BITS[0] else f"scaled{self.bits}"
+
+    @property
+    def kept_per_element(self) -> int:
+        """What is kept for each element of an island's shards: the anchor, outer states, and what rounding lost."""
+        optimizer = self.trial()
+        cost = None if optimizer is None else state_cost(optimizer)
+        return 1 + (cost[0] if cost else 0) + (self.bits < BITS[0])
+
+    def trial(self) -> torch.optim.Optimizer | None:
+        """Return an outer optimizer of small anchors; None for the average. See `make`."""
+        return self.make(
+            [torch.nn.Parameter(torch.zeros(2, dtype=torch.float32, device="cpu")) for _ in range(self.fragments)]
+        )
 
     def check(self) -> None:
         """Raise unless the options have a meaning.

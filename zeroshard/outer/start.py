@@ -117,7 +117,7 @@ def _check_outer(options: object, described: Described) -> None:
             f"Outer(fragments={options.fragments}), but the model has {len(trained)} unit(s) with trained parameters, "
             "and units are not cut. Use fewer fragments, or name smaller units with units=."
         )
-    if (optimizer := _trial(options)) is not None:
+    if (optimizer := options.trial()) is not None:
         if whole_of(optimizer) is not None:
             raise ValueError(
                 f"Outer(optimizer=): {type(optimizer).__name__} needs whole matrices, and anchors are sharded. Use an "
@@ -127,18 +127,11 @@ def _check_outer(options: object, described: Described) -> None:
         check_optimizers(names, [optimizer], described.settings.elementwise, is_cut=True)
 
 
-def _trial(options: Outer) -> torch.optim.Optimizer | None:
-    """Return an outer optimizer of small anchors; None for the average."""
-    return options.make(
-        [nn.Parameter(torch.zeros(2, dtype=torch.float32, device="cpu")) for _ in range(options.fragments)]
-    )
-
-
 def _facts_of(options: Outer) -> list[str]:
     """Return the facts of an exchange that must be equal on all islands, one per line."""
     fields = ("every", "fragments", "delay", "mix", "bits", "memory")
     lines = ["outer: " + ", ".join(f"{name}={getattr(options, name)!r}" for name in fields)]
-    optimizer = _trial(options)
+    optimizer = options.trial()
     for group in optimizer.param_groups if optimizer is not None else ():
         settings = ", ".join(f"{key}={value}" for key, value in sorted(group.items()) if key != "params")
         lines.append(f"outer optimizer: {type(optimizer).__name__}, {settings}")

@@ -14,7 +14,8 @@ from typing import Any, Final, NamedTuple, final
 from zeroshard.describe.axes import axes_of, check_count
 from zeroshard.describe.offload import Offload, check_in_files, row_with
 from zeroshard.describe.parameters import check_patterns
-from zeroshard.plan.machine.hardware import Cost, Device
+from zeroshard.outer.foreseen import Foreseen, foresee
+from zeroshard.plan.machine.hardware import Cost, Device, Span
 from zeroshard.plan.named import OPTIMIZERS, PRECISIONS, States, own_units, specs_of, updates_of
 from zeroshard.plan.places import layers_of
 from zeroshard.plan.shape.nanotron import nanotron_parts
@@ -89,6 +90,7 @@ class Options:
         chosen_formats: dtypes that follow from `chosen` for a parameter in fp32.
         wire_bytes: maximum bytes of the buffers of one exchange, as in `zs.Settings(wire_bytes=)`.
         replicas: number of replicas of the sharded state.
+        islands, outer: number of islands, and the `zs.Outer` that says how they exchange.
         tensor: number of ranks of tensor parallelism.
         is_sequence_parallel: whether the other operations are split by tokens over these ranks.
         optimizer: a name in `OPTIMIZERS`, or the class names of `optimizers`, joined by "+".
@@ -112,6 +114,8 @@ class Options:
     row: Residency
     precision: str = "bf16"
     replicas: int = 1
+    islands: int = 1
+    outer: Any = None
     tensor: int = 1
     is_sequence_parallel: bool = False
     optimizer: str = "adamw"
@@ -141,8 +145,8 @@ class Options:
 
     @property
     def shard_ranks(self) -> int:
-        """Number of ranks over which one replica of the state is sharded."""
-        return self.place_ranks // self.tensor // self.replicas
+        """Number of ranks over which one replica of the state, or that of an island, is sharded."""
+        return self.place_ranks // self.tensor // self.replicas // self.islands
 
     @cached_property
     def training(self) -> Schedule:
@@ -153,6 +157,17 @@ class Options:
     def place_ranks(self) -> int:
         """Number of ranks at one place of the pipe."""
         return self.world_size // self.pipe
+
+    def foreseen(self, units: Sequence[UnitSpec]) -> Foreseen:
+        """Return the exchanges of a rank with these units."""
+        return foresee(self.outer, self.islands, units, self.device, self.shard_ranks * self.tensor)
+
+    @property
+    def spans(self) -> Mapping[str, Span]:
+        """Where the ranks of each axis are."""
+        sizes = {"shard": (self.shard_ranks, self.tensor), "tensor": (self.tensor, 1)}
+        sizes["replicate"] = self.replicas, self.tensor * self.shard_ranks
+        return {name: self.device.spread(*size) for name, size in sizes.items()}
 
     @property
     def node_processes(self) -> int:
@@ -200,6 +215,7 @@ class Options:
             "activations": str(self.row.activations),
             "precision": self.precision,
             "copies": self.replicas,
+            "islands": self.islands,
             "tensor": self.tensor,
             "pipe": self.pipe,
             "schedule": f"{self.schedule}, chunks={self.chunks}, reduce={reduced}" if self.pipe > 1 else "none",
@@ -225,7 +241,7 @@ def check_options(options: Options) -> None:
     """
     if options.world_size % options.pipe:
         raise ValueError(f"pipe={options.pipe} places must divide the {options.world_size} rank(s).")
-    axes_of(options.replicas, options.place_ranks, options.tensor)
+    axes_of(options.replicas * options.islands, options.place_ranks, options.tensor)
     if options.states.whole is not None and options.tensor > 1:
         raise ValueError(
             f"optimizer={options.optimizer!r} needs whole matrices, and tensor={options.tensor} splits them. Use an "
@@ -262,13 +278,14 @@ def treatment_of(chain: Chain, options: Options) -> Treatment:
 
 def outside_bytes_of(options: Options) -> int:
     """Return the device bytes of a process outside the allocator: its context, and a communicator per group."""
-    groups = sum(ranks > 1 for ranks in (options.shard_ranks, options.tensor, options.replicas, options.pipe))
+    copies = options.replicas * options.islands
+    groups = sum(ranks > 1 for ranks in (options.shard_ranks, options.tensor, copies, options.pipe))
     return options.device.context_bytes + groups * options.device.communicator_bytes
 
 
 def wire_of(options: Options) -> Wire:
     """Return the transport of a device's collectives."""
-    if options.place_ranks // options.tensor == 1:
+    if options.shard_ranks * options.replicas == 1:
         return Silence()
     if not options.device.is_cpu:
         return NATIVE if options.system.kernels.program else Native()
@@ -314,11 +331,6 @@ def job_of_shape(
             chain = options.row.activations.of_unit(unit.name) if kind in ("block", "dense") else ()
             yield Call(unit.number, _parts(model, load, kind, treatment_of(chain, options), summed))
 
-    spans = {
-        "shard": device.spread(options.shard_ranks, options.tensor),
-        "replicate": device.spread(options.replicas, options.tensor * options.shard_ranks),
-        "tensor": device.spread(options.tensor),
-    }
     job = Job(
         specs,
         [*calls_of(own)] if options.pipe == 1 else [],
@@ -326,7 +338,7 @@ def job_of_shape(
         wire_of(options),
         device,
         formats.param,
-        spans,
+        options.spans,
         options.micro_batches,
         2 * load.tokens * TOKEN_BYTES,
         account=account,
@@ -336,6 +348,7 @@ def job_of_shape(
         seconds=partial(_kernel_s, (device, formats.param, system.products)) if system.products else None,
         system=system,
         made=made,
+        outer=options.foreseen(specs),
     )
     if options.pipe == 1:
         return job

@@ -92,6 +92,7 @@ def make_plan(
     reduce: str = "auto",
     recompute: bool = False,
     cut: Sequence[str] | None = None,
+    outer: Any = None,
     system: str | System = ZEROSHARD,
 ) -> Plan:
     """Predict a run: memory by column and at its peak, time of a step, traffic, and whether it fits.
@@ -143,6 +144,8 @@ def make_plan(
             `zs.pipeline`, and a plan has classes of ranks by place.
         schedule, chunks, reduce, recompute: as in `zs.pipeline`.
         cut: for modules, as in `zs.pipeline`.
+        outer: as in `zs.shard`: the replicas of `mesh` are islands. The plan is of steps between exchanges; see
+            `Plan.outer` for these.
         system: the program that trains: a name in `zeroshard.plan.systems.SYSTEMS`, such as "fsdp2" or "deepspeed-3",
             or a `System`. Its stage and precision are those of the plan unless these are given. For a module, its
             kernels are the module's own.
@@ -195,7 +198,9 @@ def make_plan(
         sequence=seq if seq is not None else min(shape.sequence if shape is not None else 4096, 4096),
         row=resolved.rows[0],
         precision=chosen[0],
-        replicas=axes.get("replicate", 1),
+        replicas=1 if outer is not None else axes.get("replicate", 1),
+        islands=axes.get("replicate", 1) if outer is not None else 1,
+        outer=outer,
         tensor=axes.get("tensor", 1),
         is_sequence_parallel=sequence_parallel or (shape is not None and tensor > 1 and system.is_sequence_parallel),
         optimizer=name,
@@ -217,6 +222,8 @@ def make_plan(
         system=system,
     )
     check_options(options)
+    if outer is not None and (outer.check() or options.islands * places < 2 or places > 1):
+        raise ValueError(f"outer= needs islands: mesh= of at least 2 replicas, and no pipe; got mesh={mesh!r}.")
     given = {"inputs": inputs, "loss": loss, "units": units, "reads": reads, "parallelize": parallelize}
     given |= {"ignored": ignored or None, "cut": cut}
     if shape is None and sequence_parallel:
@@ -454,6 +461,7 @@ def _plan(
         owned_bytes=tuple(owned_bytes(job.updates, options.shard_ranks)),
         moved=text_of(reached(job.units)),
         compute_dtype=compute_dtype_of(job),
+        outer=job.outer,
     )
 
 

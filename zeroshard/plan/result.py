@@ -10,6 +10,7 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import Any, Final, Literal, final
 
+from zeroshard.outer.foreseen import WITHOUT, Foreseen
 from zeroshard.plan.job import Options
 from zeroshard.plan.machine.retries import NO_RETRIES, Retries
 from zeroshard.plan.margins import kind_of, margin_of
@@ -88,6 +89,7 @@ class Plan:
         idle: by place of a pipe, the part of the time until the last backward in which it waits for other places.
         later_s: of a pipe, seconds for which the place of `film` waits for the updates of others.
         compute_dtype: dtype of most operations, whose peak `mfu` counts.
+        outer: the exchanges of islands, whose average wait is a part of `step_s`.
         retries: retries of the allocator, on a device with room for allocated but not for all reserved memory.
         find_changes: returns `changes` of a plan; None if they are not planned.
 
@@ -124,6 +126,7 @@ class Plan:
     idle: Sequence[float] = ()
     later_s: float = 0.0
     compute_dtype: str = "bfloat16"
+    outer: Foreseen = WITHOUT
     find_changes: Callable[["Plan"], Sequence[Change]] | None = field(default=None, repr=False, compare=False)
 
     @cached_property
@@ -192,8 +195,9 @@ class Plan:
 
     @property
     def step_s(self) -> float:
-        """Seconds of a steady step: of the film, of the allocator's retries, and of other places' updates."""
-        return self.film.step_s + self.retries.steady_s + self.later_s
+        """Seconds of a steady step: of film, allocator's retries, other places' updates and exchanges of islands."""
+        between_s = self.film.step_s + self.retries.steady_s + self.later_s
+        return between_s + self.outer.exposed_s(between_s)
 
     @property
     def tokens_per_s(self) -> float:
@@ -241,6 +245,7 @@ class Plan:
                 "retries": {"by_step": list(self.retries.by_step), "is_served": self.retries.is_served},
             },
             "traffic": dict(self.film.sent_bytes),
+            "islands": self.outer.to_json(self.film.step_s),
             "time": {
                 "step_s": self.step_s,
                 "first_step_s": self.first.step_s,
@@ -267,6 +272,10 @@ class Plan:
 
     def __str__(self) -> str:
         return _render(self)
+
+
+OF_SPANS: Final = MappingProxyType({one: one for one in ("start_s", "stop_s", "is_exposed")} | {"label": "what"})
+"""Columns of a lane, with the fields of a `LaneSpan`."""
 
 
 def film_columns(film: Film) -> dict[str, Any]:
@@ -304,12 +313,7 @@ def film_columns(film: Film) -> dict[str, Any]:
         "lanes": [
             {
                 "name": name,
-                "spans": {
-                    "start_s": [one.start_s for one in spans],
-                    "stop_s": [one.stop_s for one in spans],
-                    "label": [one.what for one in spans],
-                    "is_exposed": [one.is_exposed for one in spans],
-                },
+                "spans": {key: [getattr(one, of) for one in spans] for key, of in OF_SPANS.items()},
             }
             for name, spans in lanes.items()
         ],
@@ -350,6 +354,7 @@ SAYS: Final = MappingProxyType(
 PLAIN: Final = (
     ("system", "zeroshard"),
     ("copies", 1),
+    ("islands", 1),
     ("tensor", 1),
     ("pipe", 1),
     ("schedule", "none"),
@@ -445,6 +450,7 @@ def _render(plan: Plan) -> str:
         f"speed               {plan.tokens_per_s:,.0f} tokens/s, {each:,.0f} per rank, {plan.mfu:.1%} of the peak; "
         f"{plan.gpu_hours(1e9):,.1f} device-hours for 1e9 tokens",
         *_places(plan),
+        *plan.outer.lines(film.step_s),
         "sent per rank       "
         + (", ".join(f"{kind} {nbytes / 1e9:,.2f} GB" for kind, nbytes in film.sent_bytes.items()) or "nothing"),
         f"first step          peak {plan.first.peak[0] / GIB:.2f} GiB, {seconds(plan.first.step_s)}",

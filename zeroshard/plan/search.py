@@ -187,25 +187,16 @@ def _settled(one: Candidate, plan: Plan) -> Candidate:
 
 def _plain(one: Candidate) -> dict[str, Any]:
     """Return a candidate as JSON values."""
-    return {
-        "options": dict(one.options.words()),
-        "peak_bytes": one.peak_bytes,
-        "reserved_bytes": one.reserved_bytes,
-        "total_bytes": one.total_bytes,
-        "step_s": one.step_s,
-        "tokens_per_s": one.tokens_per_s,
-        "verdict": one.verdict,
-    }
+    named = ("peak_bytes", "reserved_bytes", "total_bytes", "step_s", "tokens_per_s", "verdict")
+    return {"options": dict(one.options.words())} | {name: getattr(one, name) for name in named}
 
 
 def _widths(options: Options) -> Iterator[Options]:
     """Yield numbers of copies: one, one for each node, and powers of two between."""
-    replicas = 1
     nodes = max(1, options.place_ranks // options.device.node_ranks)
     is_sharded = options.row != dataclasses.replace(row_of_stage(0), activations=options.row.activations)
-    while replicas <= (nodes if is_sharded else 1):
-        yield dataclasses.replace(options, replicas=replicas)
-        replicas *= 2
+    for power in range((nodes if is_sharded else 1).bit_length()):
+        yield dataclasses.replace(options, replicas=2**power)
 
 
 def _try(shape: Transformer, options: Options, global_batch: int | None) -> Candidate | None:
@@ -241,12 +232,8 @@ def _speed(one: Candidate) -> float:
 
 def _best(whole: Callable[[Options], Plan], candidates: Sequence[Candidate]) -> Plan | None:
     """Return the plan of the fastest candidate that fits when it is planned wholly."""
-    for one in sorted(candidates, key=lambda one: -one.tokens_per_s):
-        if one.verdict != "no":
-            plan = whole(one.options)
-            if plan.verdict == "fits":
-                return plan
-    return None
+    fastest = sorted((one for one in candidates if one.verdict != "no"), key=lambda one: -one.tokens_per_s)
+    return next((plan for one in fastest if (plan := whole(one.options)).verdict == "fits"), None)
 
 
 SHOWN: Final = 12

@@ -181,11 +181,6 @@ def trace_job(
     by_category = _before(trace)
     border_bytes = sum(one.nbytes for some in borders for one in some)
     updates = updates_for(specs, options, homes)
-    spans = {
-        "shard": options.device.spread(options.shard_ranks, options.tensor),
-        "replicate": options.device.spread(options.replicas, options.tensor * options.shard_ranks),
-        "tensor": options.device.spread(options.tensor),
-    }
     job = Job(
         specs,
         (),
@@ -193,7 +188,7 @@ def trace_job(
         wire_of(options),
         options.device,
         options.formats.param,
-        spans,
+        options.spans,
         options.micro_batches,
         by_category[Category.INPUT] - border_bytes,
         by_category[Category.BUFFER] + sum(local_of(p).nbytes for p in model.parameters() if id(p) in left),
@@ -203,6 +198,7 @@ def trace_job(
         is_early=options.is_filed,
         no_sync=options.no_sync,
         system=options.system,
+        outer=options.foreseen(specs),
     )
     if chunks is not None:
         job = dataclasses.replace(job, pipe=chunks.piped(job, scripts, plans))
@@ -298,7 +294,7 @@ def _other_ranks(
             numel_of=local_numel,
         )
         other = dataclasses.replace(job, units=specs, updates=updates_for(specs, options, homes))
-        found.append((name, count * options.replicas * options.tensor, other))
+        found.append((name, count * options.replicas * options.islands * options.tensor, other))
     return found
 
 

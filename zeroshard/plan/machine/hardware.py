@@ -88,6 +88,10 @@ class Span:
         return -(-self.ranks // max(1, self.per_node))
 
 
+ZEROS: Final = ("hop_s", "launch_s", "half_bytes", "context_bytes", "communicator_bytes", "queue_s", "exchange_s")
+"""Numbers of a device that may be 0."""
+
+
 @final
 @dataclass(frozen=True, eq=False)
 class Device:
@@ -165,15 +169,8 @@ class Device:
         values = {f"peak_flops[{name!r}]": value for name, value in self.peak_flops.items()}
         values |= {one.name: getattr(self, one.name) for one in fields(self) if one.name not in ("name", "peak_flops")}
         for name, value in values.items():
-            least = (
-                0
-                if name.endswith(("hop_s", "launch_s", "half_bytes", "context_bytes", "communicator_bytes"))
-                else 0
-                if name in ("queue_s", "exchange_s")
-                else None
-            )
             is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-            if not is_number or value < 0 or (value == 0 and least is None):
+            if not is_number or value < 0 or (value == 0 and not name.endswith(ZEROS)):
                 raise ValueError(f"Device.{name} must be a number above 0, got {value!r}.")
 
     @property

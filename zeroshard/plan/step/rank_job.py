@@ -10,6 +10,7 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import final
 
+from zeroshard.outer.foreseen import WITHOUT, Foreseen
 from zeroshard.plan.machine.hardware import Cost, Device, Span
 from zeroshard.plan.step.script import Call, Script, script_of
 from zeroshard.plan.step.system import ZEROSHARD, System
@@ -142,6 +143,7 @@ class Job:
         system: the program.
         made: what the first step makes and never gives back, as (what, bytes), by moment: "start", "forward",
             "backward"; "model" is there before.
+        outer: what islands keep and exchange besides.
     """
 
     units: Sequence[UnitSpec]
@@ -165,6 +167,7 @@ class Job:
     pipe: Piped | None = None
     system: System = ZEROSHARD
     made: Mapping[str, Sequence[tuple[str, int]]] = field(default_factory=dict)
+    outer: Foreseen = WITHOUT
 
     @property
     def is_repeated(self) -> bool:

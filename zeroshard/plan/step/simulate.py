@@ -102,6 +102,7 @@ class _Rank:
                     make(masters, "states", unit.name, "masters", memory=memory)
                     make(padding, "padding", unit.name, "padding of masters", memory=memory)
         make(job.buffer_bytes, "parameters", "", "buffers")
+        make(job.outer.kept_bytes, "states", "", "anchors and their states", memory=job.outer.memory)
         self._unmade = dict(job.made)
         self._make_kept("model")
         if job.system.keeps_gradients:
@@ -162,6 +163,7 @@ class _Rank:
         if is_first:
             self._make_states()
         update(job, clock, self.storages, self.elsewhere, self._passes.landing.used)
+        self.storages.drop(self.storages.make(job.outer.buffer_bytes, "transient", "", "changes of islands"))
         self.storages.synchronize()
         self._passes.landing.end_step()
         phases.append(Phase("update", start_s, clock.now_s))
