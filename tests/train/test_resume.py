@@ -128,6 +128,24 @@ def test_a_run_in_parts_has_the_bits_of_one_that_was_not(tmp_path):
             assert sent == of_rank["predicted_sent_bytes"]
 
 
+def _islands_in_parts(folder):
+    """Make a run of two islands at once, and one in two starts, which begins again at an exchange. Runs on a rank."""
+    _run(folder, "whole", "run.outer=2", "run.outer_bits=8")
+    _run(folder, "parts", "run.outer=2", "run.outer_bits=8", stop_after=4)
+    return _run(folder, "parts", "run.outer=2", "run.outer_bits=8")
+
+
+@pytest.mark.rotates
+def test_islands_in_parts_have_the_bits_of_a_run_that_was_not(tmp_path):
+    assert run_ranks(_islands_in_parts, 2, str(tmp_path))[0] == [6]
+    _assert_same_end(tmp_path / "whole", tmp_path / "parts")
+    summary = json.loads((tmp_path / "whole" / "summary.json").read_text())
+    for of_rank in summary["ranks"]:
+        assert of_rank["sent_bytes"]["gather"] == of_rank["sent_bytes"]["reduce"] == 0
+        # Three exchanges of all parameters, at 8 bits and with their scales.
+        assert 3.0 < of_rank["sent_bytes"]["replicate"] / summary["parameters_numel"] < 3.1
+
+
 @pytest.mark.rotates
 def test_a_run_goes_on_at_any_rank_count_and_stage_on_the_same_curve(tmp_path):
     _run(tmp_path, "oracle", "train.clip=0")

@@ -12,7 +12,7 @@ from typing import Any, Final, final
 from zeroshard.table.pipeline import balanced
 from zeroshard.table.spec import UnitSpec, itemsize, message_of
 
-__all__ = ["Foreseen", "WITHOUT", "averaging", "foresee"]
+__all__ = ["Foreseen", "WITHOUT", "averaging", "foresee", "islands_of"]
 
 PASSES: Final = 8
 """How often an exchange reads or writes its elements: changes, messages, sums, anchors and parameters."""
@@ -71,6 +71,30 @@ WITHOUT: Final = Foreseen()
 """No islands."""
 
 
+def islands_of(outer: Any, mesh: Any, world_size: int) -> tuple[Any, int]:
+    """Return what `mesh=` means on an island, and the number of islands; of ranks without islands, `mesh` and 1.
+
+    Args:
+        outer: a `zs.Outer`, or None.
+        mesh: the argument of `zs.shard`.
+
+    Raises:
+        TypeError, ValueError: an option of `outer`, or the mesh has no islands.
+    """
+    if outer is None:
+        return mesh, 1
+    outer.check()
+    if outer.is_alone:
+        raise ValueError("Plans are of islands of one launch: leave out address= of outer=.")
+    import torch  # the caller has it
+
+    from zeroshard.outer.places import split
+    from zeroshard.wire.mesh import Mesh
+
+    found = split(mesh, Mesh(0, world_size, 0, torch.device("cpu")))
+    return found.asked, found.across.world_size
+
+
 def foresee(outer: Any, islands: int, units: Sequence[UnitSpec], device: Any, stride: int) -> Foreseen:
     """Return what a rank keeps and sends for the exchanges of islands.
 
@@ -81,12 +105,10 @@ def foresee(outer: Any, islands: int, units: Sequence[UnitSpec], device: Any, st
         stride: number of ranks of an island.
 
     Raises:
-        ValueError: islands that are launches of their own, or more fragments than units.
+        ValueError: more fragments than units.
     """
     if outer is None:
         return WITHOUT
-    if outer.is_alone:
-        raise ValueError("Plans are of islands of one launch: leave out address= of outer=.")
     trained = [[bucket for bucket in unit.buckets if bucket.is_reduced] for unit in units]
     trained = [buckets for buckets in trained if buckets]
     if len(trained) < outer.fragments:

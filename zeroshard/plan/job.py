@@ -241,7 +241,7 @@ def check_options(options: Options) -> None:
     """
     if options.world_size % options.pipe:
         raise ValueError(f"pipe={options.pipe} places must divide the {options.world_size} rank(s).")
-    axes_of(options.replicas * options.islands, options.place_ranks, options.tensor)
+    axes_of(options.replicas, options.place_ranks // options.islands, options.tensor)
     if options.states.whole is not None and options.tensor > 1:
         raise ValueError(
             f"optimizer={options.optimizer!r} needs whole matrices, and tensor={options.tensor} splits them. Use an "

@@ -18,6 +18,7 @@ from zeroshard.describe.offload import Offload, OffloadLike, reached, text_of
 from zeroshard.describe.parameters import ParametersLike
 from zeroshard.describe.rows import StageLike
 from zeroshard.describe.treatments import ActivationsLike
+from zeroshard.outer.foreseen import islands_of
 from zeroshard.plan.job import (
     Options,
     activations_of_shape,
@@ -166,6 +167,7 @@ def make_plan(
     ```
     """
     preset, system = device_named(device), system_named(system)
+    mesh, islands = islands_of(outer, mesh, check_count("world_size", world_size) // check_count("pipe", pipe))
     sharing = Asked(
         stage=system.stage if stage is None and residency is None else stage,
         residency=residency,
@@ -175,9 +177,8 @@ def make_plan(
         precision=precision_of_system(system, preset) if precision is None else precision,
         mesh=mesh,
     )
-    counts = check_count("world_size", world_size), check_count("tensor", tensor)
-    ranks = counts[0] if hasattr(mesh, "mesh_dim_names") else counts[0] // check_count("pipe", pipe)
-    resolved = resolve(sharing, ranks, tensor=counts[1], precisions=PRECISIONS)
+    ranks = world_size // islands // (1 if hasattr(mesh, "mesh_dim_names") else pipe)
+    resolved = resolve(sharing, ranks, tensor=check_count("tensor", tensor), precisions=PRECISIONS)
     model = _module_of(model)
     shape = None if hasattr(model, "named_parameters") else shape_of(model)
     name, optimizers = optimizers_named(optimizer, model if shape is None else None, ignored)
@@ -187,6 +188,8 @@ def make_plan(
         raise ValueError(f"pipe={pipe}, but mesh= has {places} rank(s) along 'pipe'. Leave pipe= out.")
     micro_batches = check_count("micro_batches", micro_batches)
     training = training_of(schedule, places, micro_batches, chunks, reduce, recompute=recompute)
+    if places > 1 < islands:
+        raise ValueError("outer= with pipe=: islands have the axes 'shard' and 'tensor'. Leave out one.")
     if places == 1 and recompute:
         raise ValueError("recompute=True is of the chunks of a pipe; without one use activations='recompute'.")
     if places > 1 and no_sync:
@@ -198,8 +201,8 @@ def make_plan(
         sequence=seq if seq is not None else min(shape.sequence if shape is not None else 4096, 4096),
         row=resolved.rows[0],
         precision=chosen[0],
-        replicas=1 if outer is not None else axes.get("replicate", 1),
-        islands=axes.get("replicate", 1) if outer is not None else 1,
+        replicas=axes.get("replicate", 1),
+        islands=islands,
         outer=outer,
         tensor=axes.get("tensor", 1),
         is_sequence_parallel=sequence_parallel or (shape is not None and tensor > 1 and system.is_sequence_parallel),
@@ -222,8 +225,6 @@ def make_plan(
         system=system,
     )
     check_options(options)
-    if outer is not None and (outer.check() or options.islands * places < 2 or places > 1):
-        raise ValueError(f"outer= needs islands: mesh= of at least 2 replicas, and no pipe; got mesh={mesh!r}.")
     given = {"inputs": inputs, "loss": loss, "units": units, "reads": reads, "parallelize": parallelize}
     given |= {"ignored": ignored or None, "cut": cut}
     if shape is None and sequence_parallel:

@@ -25,7 +25,7 @@ __all__ = ["describe_data", "describe_start", "summarize", "tokens_per_step"]
 
 _RESIDENT: Final = ("parameters", "gradients", "states", "padding")
 _PREDICTED_KINDS: Final = ("gather", "reduce")
-_KINDS: Final = (*_PREDICTED_KINDS, "pipe", "agree", "start", "state")
+_KINDS: Final = (*_PREDICTED_KINDS, "replicate", "pipe", "agree", "start", "state")
 
 
 def describe_start(run: Run) -> Start:
@@ -34,7 +34,8 @@ def describe_start(run: Run) -> Start:
     return Start(
         model=f"{run.language.description}, {run.config.train.precision}",
         mesh=f"{mesh.world_size} {'rank' if mesh.world_size == 1 else 'ranks'} on {mesh.device.type}"
-        + f", {run.config.run.replicas} copies of the sharded state" * (run.config.run.replicas > 1)
+        + f", {run.config.run.replicas} {'islands' if run.config.run.outer else 'copies of the sharded state'}"
+        * (run.config.run.replicas > 1)
         + f", {run.config.run.tensor} of them split a layer" * (run.config.run.tensor > 1)
         + f", {run.config.run.pipe} places of a pipeline ({run.config.run.schedule})" * (run.config.run.pipe > 1),
         data=_name_data(run),

@@ -155,6 +155,8 @@ class Config(Section):
         micro_batches = self.run.micro_batches or (2 * self.run.pipe if self.run.pipe > 1 else 0)
         ranks = self.run.ranks or _count_devices() or _CPU_RANKS
         run = self.run.model_copy(update={"ranks": ranks, "micro_batches": micro_batches})
+        if run.outer and run.replicas == 1:
+            run = run.model_copy(update={"replicas": ranks})
         return self.model_copy(update={"train": self.train.model_copy(update=derived), "run": run})
 
     @model_validator(mode="after")

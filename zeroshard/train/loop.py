@@ -176,10 +176,15 @@ def _step(
     run.optimizer.zero_grad()
     step, own_s = run.tally.steps + 1, time.perf_counter() - start_s
     is_told = is_stop_wanted()
-    # A run that stops also saves, so most steps need only the first vote.
-    is_due = not run.zero.agree(not (is_told or is_save_due(step)), "continue without a checkpoint?")
-    is_interrupted = is_due and not run.zero.agree(not is_told, "continue?")
-    mean_loss, step_s = zs.mean_across_ranks(torch.stack([loss, torch.tensor(own_s).to(loss)])).tolist()
+    is_due = is_interrupted = False
+    if meets := run.meets(step):
+        if step == run.config.train.steps:
+            run.zero.finish()
+        # A run that stops also saves, so most steps need only the first vote.
+        is_due = not _agree(run, not (is_told or is_save_due(step)), "continue without a checkpoint?")
+        is_interrupted = is_due and not _agree(run, not is_told, "continue?")
+    own = torch.stack([loss, torch.tensor(own_s).to(loss)])
+    mean_loss, step_s = zs.mean_across_ranks(own, None if meets else run.zero.mesh).tolist()
     _count(run, before, mean_loss, step_s, memory)
     rate = tokens_per_step(run.config) / step_s
     record = StepRecord(
@@ -196,6 +201,13 @@ def _step(
         mfu=utilization(rate, run.flops, run.peak_flops, run.mesh.world_size),
     )
     return record, is_interrupted, is_due
+
+
+def _agree(run: Run, value: bool, what: str) -> bool:
+    """Return whether `value` is true on all ranks, of all islands. Collective: every rank must call."""
+    if not run.config.run.outer:
+        return run.zero.agree(value, what)
+    return bool(zs.mean_across_ranks(torch.tensor(float(value), device=run.mesh.device)) == 1.0)
 
 
 def _backward(run: Run) -> Tensor:

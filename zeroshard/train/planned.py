@@ -13,6 +13,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 import zeroshard as zs
+from zeroshard.outer.foreseen import averaging
 from zeroshard.plan.machine.profiles import device_for, host_device
 from zeroshard.table.stages import row_of_stage
 from zeroshard.train.config import AUTO, Config
@@ -68,6 +69,8 @@ def plan_run(config: Config, axes: DeviceMesh | None = None) -> tuple[zs.Plan, b
             offload=zero.offload or None,
             micro_batches=micro_batches,
             no_sync=zero.no_sync and pipe == 1,
+            mesh=config.run.replicas if config.run.replicas > 1 else None,
+            outer=averaging(config.run.outer, config.run.outer_bits),
             tensor=tensor,
             pipe=pipe,
             schedule=config.run.schedule,

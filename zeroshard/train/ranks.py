@@ -96,6 +96,13 @@ def check_replicas(run: Any) -> None:
     Args:
         run: the section `run` of the settings, resolved.
     """
+    if run.staleness:
+        raise ValueError(
+            f"run.staleness={run.staleness} needs the address of a mailbox, for islands of launches of their own; "
+            "in a program of yours, write zs.shard(outer=zs.Outer(address=, staleness=)) (docs/mailbox.md)"
+        )
+    if run.outer and run.replicas == 1:
+        raise ValueError(f"run.outer={run.outer} needs at least two islands; set run.ranks to 2 or more")
     if run.replicas == 1:
         return
     if run.tensor > 1 or run.pipe > 1:

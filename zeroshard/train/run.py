@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import zeroshard as zs
 from zeroshard.join.start import texts_across_ranks
+from zeroshard.outer.foreseen import averaging
 from zeroshard.table.errors import printable
 from zeroshard.train.config import Config
 from zeroshard.train.corpus import Corpus, open_corpus, prepare_corpus
@@ -133,10 +134,14 @@ class Run:
             )
             self.zero, self.language = self.pipe.zero, piped(self.language, self.pipe)
         else:
-            copies = {"replicas": config.run.replicas} if config.run.replicas > 1 else {"mesh": self.axes}
-            self.zero = zs.shard(self.model, self.optimizer, **copies, **options)
-        readers = self.zero.mesh.data_ranks
-        self.reader, self.readers = readers.index(self.zero.mesh.rank), len(readers)
+            outer = averaging(config.run.outer, config.run.outer_bits)
+            name = "replicas" if outer is None else "mesh"
+            copies = {name: config.run.replicas} if config.run.replicas > 1 else {"mesh": self.axes}
+            self.zero = zs.shard(self.model, self.optimizer, **copies, outer=outer, **options)
+        # Islands read other parts of a batch, and are not on each other's meshes.
+        domain = mesh if config.run.outer else self.zero.mesh
+        readers = domain.data_ranks
+        self.reader, self.readers = readers.index(domain.rank), len(readers)
         if self.axes is not None:
             # `zs.init` has given ranks along "tensor" other seeds; places of a pipe must not drop out alike.
             place = self.axes.get_local_rank("pipe") if self.pipe is not None else 0
@@ -149,6 +154,10 @@ class Run:
         if config.hf_folder:
             check_causal(self.language, config.hf_folder, mesh.device, is_half=config.train.precision != "fp32")
             self.tally.follows_pass = True
+
+    def meets(self, step: int) -> bool:
+        """Return whether all ranks may wait for each other after a step: islands do so when they exchange."""
+        return not self.config.run.outer or step % self.config.run.outer == 0 or step == self.config.train.steps
 
     def factor(self, step: int) -> float:
         """Return the factor of the maximum learning rate at a step, counted from 0."""

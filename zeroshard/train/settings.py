@@ -183,6 +183,13 @@ class Run(Section):
     replicas: int = Field(
         default=1, ge=1, description="copies of the sharded state, each over ranks / replicas neighbouring ranks"
     )
+    outer: int = Field(
+        default=0,
+        ge=0,
+        description="steps between exchanges of islands: run.replicas, or all ranks; 0 to sum gradients in each step",
+    )
+    outer_bits: Literal[32, 8, 4] = Field(default=32, description="of an element in exchanges, with run.outer")
+    staleness: int = Field(default=0, ge=0, description="of islands that are launches of their own: zs.Outer only")
     tensor: int = Field(
         default=1, ge=1, description="ranks that split each layer (tensor parallelism) and read the same batches"
     )

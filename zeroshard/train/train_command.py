@@ -144,6 +144,13 @@ def add_commands(app: "typer.Typer", show: Print, fail: Callable[..., NoReturn],
         replicas: Annotated[
             int | None, option("run.replicas", "Copies of the sharded state (hybrid sharding).", zero_)
         ] = None,
+        outer: Annotated[
+            int | None, option("run.outer", "The copies are islands, which exchange every so many steps.", zero_)
+        ] = None,
+        outer_bits: Annotated[int | None, option("run.outer_bits", "Of an element: 32, 8 or 4.", zero_)] = None,
+        staleness: Annotated[
+            int | None, option("run.staleness", "Of launches of their own: docs/mailbox.md.", zero_)
+        ] = None,
         tensor: Annotated[
             int | None, option("run.tensor", "Ranks that split each layer: tensor parallelism.", zero_)
         ] = None,
@@ -205,6 +212,9 @@ def add_commands(app: "typer.Typer", show: Print, fail: Callable[..., NoReturn],
             "zero.activations": activations,
             "zero.offload": offload,
             "run.replicas": replicas,
+            "run.outer": outer,
+            "run.outer_bits": outer_bits,
+            "run.staleness": staleness,
             "run.tensor": tensor,
             "run.pipe": pipe,
             "run.schedule": schedule,
