@@ -44,7 +44,6 @@ EVAL_WINDOWS: Final = 8
 TIMEOUT_S: Final = 7200.0
 RESULT: Final = Path(__file__).parent / "results" / "convergence.json"
 PAGE: Final = Path(__file__).parents[1] / "docs" / "outer.md"
-BEGIN, END = "<!-- table: convergence -->", "<!-- end -->"
 
 
 @final
@@ -233,7 +232,7 @@ def main() -> None:
     options = parser.parse_args()
     result: dict[str, Any] = json.loads(options.out.read_text()) if options.out.exists() else {"runs": []}
     if options.table:
-        PAGE.write_text(put_table(PAGE.read_text(), table_of(result)))
+        PAGE.write_text(put_table(PAGE.read_text(), table_of(result), "convergence"))
         return
     open_text(options.cache)
     start_s = time.monotonic()

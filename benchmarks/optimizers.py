@@ -39,7 +39,6 @@ EVALUATIONS: Final = 5
 """Points of a curve."""
 EVAL_WINDOWS: Final = 32
 RESULT: Final = Path(__file__).parent / "results" / "optimizers.json"
-BEGIN, END = "<!-- table: optimizers -->", "<!-- end -->"
 PAGE: Final = Path(__file__).parent / "results" / "optimizers.md"
 
 
@@ -201,10 +200,11 @@ def table_of(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def put_table(text: str, table: str) -> str:
+def put_table(text: str, table: str, name: str = "optimizers") -> str:
     """Return the page with a table between its marks."""
-    before, after = text.split(BEGIN)[0], text.split(END)[1]
-    return f"{before}{BEGIN}\n\n{table}\n\n{END}{after}"
+    begin, end = f"<!-- table: {name} -->", "<!-- end -->"
+    before, after = text.split(begin)
+    return f"{before}{begin}\n\n{table}\n\n{end}{after.split(end, 1)[1]}"
 
 
 def main() -> None:

@@ -30,15 +30,17 @@ def batch(island: str, rank: int, step: int) -> torch.Tensor:
 
 
 def train_island(options: zs.Outer, stage: int, precision: Any) -> dict[str, torch.Tensor]:
-    """Train an island and return its weights. Runs on each rank."""
-    zs.init()
+    """Train an island, or as one of two islands of this launch, and return its weights. Runs on each rank."""
+    rank, ranks = (mesh := zs.init()).rank, mesh.world_size
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    zero = zs.shard(model, optimizer, stage=stage, precision=precision, outer=options)
+    together: Any = {} if options.is_alone else {"mesh": 2}
+    zero = zs.shard(model, optimizer, stage=stage, precision=precision, outer=options, **together)
     held = zero.memory().resident_bytes
-    assert sum(nbytes for column, nbytes in held.items() if "host" in column) > 0, held
+    assert not options.is_alone or sum(nbytes for column, nbytes in held.items() if "host" in column) > 0, held
     for step in range(STEPS):
-        model(batch(options.island, zero.mesh.rank, step)).square().mean().backward()
+        island = options.island or "ab"[2 * rank // ranks]
+        model(batch(island, zero.mesh.rank, step)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
     zero.finish()
@@ -78,9 +80,10 @@ def test_waiting_islands_have_the_bits_of_one_process(ranks: int, stage: int, tm
     with mailbox(tmp_path) as box:
         asked = partial(zs.Outer, islands=2, every=EVERY, address=box.address, secret_file=secret_in(tmp_path))
         first, second = at_once(*(partial(launch, asked(island=name), ranks, stage) for name in "ab"))
-    expected = plain(ranks)
+    together, expected = launch(zs.Outer(every=EVERY), 2 * ranks, stage), plain(ranks)
     for name, value in expected.items():
         assert torch.equal(first[name], second[name])
+        assert torch.equal(first[name], together[name]), "islands of one launch have other bits"
         if ranks == 1:
             assert torch.equal(first[name], value)
         else:
