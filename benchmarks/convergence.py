@@ -38,6 +38,8 @@ from zeroshard.train.run import learning_rate_factor
 
 RATES: Final = (0.1, 0.2, 0.35, 0.5, 0.7, 1.0)
 MOMENTA: Final = (0.5, 0.9)
+PROMISING: Final = ((0.7, 0.9), (0.5, 0.5), (0.7, 0.5), (1.0, 0.5))
+"""Rates and momenta that run first: the published ones, and those whose steps are about as long as averaging's."""
 SEEDS: Final = (1, 2, 3)
 SHORT, NORMAL, LONG = 800, 1500, 2400
 EVAL_WINDOWS: Final = 8
@@ -161,9 +163,10 @@ def runs_of(made: Sequence[dict[str, Any]]) -> Iterator[tuple[Asked, int]]:
     """Yield what is to be run, the most telling first; the best two of the grid follow from what was made."""
     first, *others = SEEDS
     normal, long = (SYNCHRONOUS[0], *AVERAGING), (SYNCHRONOUS[2], AVERAGING_LONG)
-    yield from ((asked, first) for asked in (*normal, SYNCHRONOUS[1], AVERAGING_SHORT, *GRID, *long))
+    short, promising = (SYNCHRONOUS[1], AVERAGING_SHORT), [one for one in GRID if (one.rate, one.momentum) in PROMISING]
+    yield from ((asked, first) for asked in (*normal, *short, *promising, *long, *GRID))
     yield from ((asked, seed) for seed in others for asked in normal)
-    yield from ((asked, seed) for seed in others for asked in (SYNCHRONOUS[1], AVERAGING_SHORT, *best_two(made)))
+    yield from ((asked, seed) for seed in others for asked in (*short, *best_two(made)))
     yield from ((asked, seed) for seed in others for asked in long)
 
 

@@ -82,7 +82,7 @@ class Cable:
     """Two namespaces, and the cable between them."""
 
     def __enter__(self) -> "Cable":
-        self.__exit__()
+        self.remove()
         _run("ip link add zsva type veth peer name zsvb")
         for (name, address), end in zip(PLACES, ("zsva", "zsvb"), strict=True):
             _run(f"ip netns add {name}")
@@ -92,6 +92,10 @@ class Cable:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.remove()
+
+    def remove(self) -> None:
+        """Remove all of it; what is not there is no error."""
         for name, _ in PLACES:
             subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
         subprocess.run(["ip", "link", "del", "zsva"], check=False, capture_output=True)
@@ -262,8 +266,8 @@ def table_of(result: Mapping[str, Any]) -> str:
         lines += [
             "",
             f"At {RATE / 1e6:.0f} Mbit/s, {len(link['between_s'])} rounds: a step between exchanges takes "
-            f"{step_s / free_s:.2f} of one without the limit, an exchange {took_s:.2f} s, {took_s / ideal_s:.2f} of its "
-            "bytes over the rate.",
+            f"{step_s / free_s:.2f} of one without the limit, an exchange {took_s:.2f} s; {took_s / ideal_s:.2f} "
+            "of bytes over rate.",
         ]
     if overlap := result.get("overlap"):
         ideal_s = 8 * overlap["cable_bytes_a_direction"] / RATE

@@ -9,7 +9,8 @@ from torch import nn
 
 import zeroshard as zs
 from zeroshard.plan.machine.presets import DEVICES
-from zeroshard.plan.planning import plan_shape, shape_of
+from zeroshard.plan.planning import plan_shape
+from zeroshard.plan.shape.shapes import shape_of
 from zeroshard.plan.trying import candidate_of
 from zeroshard.table.pipeline import RECEIVES, Kind, play, schedule_of
 

@@ -9,8 +9,9 @@ import pytest
 import zeroshard as zs
 from zeroshard.describe.offload import choices_for
 from zeroshard.plan.machine.presets import DEVICES
-from zeroshard.plan.planning import plan_shape, shape_of
+from zeroshard.plan.planning import plan_shape
 from zeroshard.plan.search import frontier_of
+from zeroshard.plan.shape.shapes import shape_of
 from zeroshard.plan.trying import candidate_of
 
 SMALL = {"device": "a100-40", "seq": 1024, "batches": (1, 4), "tensors": (1, 2), "pipes": (1,)}

@@ -14,7 +14,9 @@ import torch
 
 from zeroshard.optim.keeps import state_cost
 from zeroshard.outer.island_options import IslandOptions
+from zeroshard.outer.places import split
 from zeroshard.table.cells import Cell, Elsewhere, Place, Sharded
+from zeroshard.wire.mesh import Mesh
 
 __all__ = ["Outer"]
 
@@ -121,6 +123,22 @@ class Outer:
         optimizer = self.trial()
         cost = None if optimizer is None else state_cost(optimizer)
         return 1 + (cost[0] if cost else 0) + (self.bits < BITS[0])
+
+    def apart(self, asked: Any, world_size: int) -> tuple[Any, int]:
+        """Return what `mesh=` means on an island of one launch, and the number of islands, for a plan.
+
+        Args:
+            asked: the argument `mesh=`.
+            world_size: the ranks of all islands.
+
+        Raises:
+            TypeError, ValueError: an option is not supported, or the mesh has no islands.
+        """
+        self.check()
+        if self.is_alone:
+            raise ValueError("Plans are of islands of one launch: leave out address= of outer=.")
+        found = split(asked, Mesh(0, world_size, 0, torch.device("cpu")))
+        return found.asked, found.across.world_size
 
     def trial(self) -> torch.optim.Optimizer | None:
         """Return an outer optimizer of small anchors; None for the average. See `make`."""

@@ -12,9 +12,9 @@ from types import MappingProxyType
 from typing import Any, Final, NamedTuple, final
 
 from zeroshard.describe.axes import axes_of, check_count
+from zeroshard.describe.exchanges import Foreseen, foresee
 from zeroshard.describe.offload import Offload, check_in_files, row_with
 from zeroshard.describe.parameters import check_patterns
-from zeroshard.outer.foreseen import Foreseen, foresee
 from zeroshard.plan.machine.hardware import Cost, Device, Span
 from zeroshard.plan.named import OPTIMIZERS, PRECISIONS, States, own_units, specs_of, updates_of
 from zeroshard.plan.places import layers_of
@@ -42,7 +42,6 @@ __all__ = [
     "check_options",
     "job_of_shape",
     "outside_bytes_of",
-    "precision_for",
     "tied_bytes_of",
     "treatment_of",
 ]
@@ -165,8 +164,8 @@ class Options:
     @property
     def spans(self) -> Mapping[str, Span]:
         """Where the ranks of each axis are."""
-        sizes = {"shard": (self.shard_ranks, self.tensor), "tensor": (self.tensor, 1)}
-        sizes["replicate"] = self.replicas, self.tensor * self.shard_ranks
+        shards, tensor = self.shard_ranks, self.tensor
+        sizes = {"shard": (shards, tensor), "replicate": (self.replicas, tensor * shards), "tensor": (tensor, 1)}
         return {name: self.device.spread(*size) for name, size in sizes.items()}
 
     @property
@@ -227,12 +226,6 @@ class Options:
         }
 
 
-def precision_for(device: Device) -> str:
-    """Return the half precision of a device: bfloat16 if it is as fast as float16."""
-    peaks = device.peak_flops
-    return "bf16" if peaks.get("bfloat16", 0) >= peaks.get("float16", 0) else "fp16"
-
-
 def check_options(options: Options) -> None:
     """Raise if no run can have these options.
 
@@ -278,8 +271,7 @@ def treatment_of(chain: Chain, options: Options) -> Treatment:
 
 def outside_bytes_of(options: Options) -> int:
     """Return the device bytes of a process outside the allocator: its context, and a communicator per group."""
-    copies = options.replicas * options.islands
-    groups = sum(ranks > 1 for ranks in (options.shard_ranks, options.tensor, copies, options.pipe))
+    groups = sum(n > 1 for n in (options.shard_ranks, options.tensor, options.replicas * options.islands, options.pipe))
     return options.device.context_bytes + groups * options.device.communicator_bytes
 
 

@@ -9,7 +9,6 @@ import json
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Final
 
-from zeroshard.outer.foreseen import averaging
 from zeroshard.plan.beside import table_of
 from zeroshard.plan.machine.presets import DEVICES
 from zeroshard.plan.machine.profiles import device_for
@@ -57,7 +56,6 @@ def add_commands(app: "typer.Typer", show: Print, fail: Callable[[str], None]) -
         ] = None,
         precision: Annotated[str | None, typer.Option(help="bf16, fp16, fp32, or paper (the paper's).")] = None,
         mesh: Annotated[int, typer.Option(help="Replicas of the sharded state.")] = 1,
-        outer: Annotated[int, typer.Option(help="The replicas are islands: steps between exchanges.")] = 0,
         tensor: Annotated[int, typer.Option(help="Ranks of tensor parallelism.")] = 1,
         pipe: Annotated[int, typer.Option(help="Places of a pipe.")] = 1,
         schedule: Annotated[str, typer.Option(help="Of the pipe: 1f1b, gpipe, interleaved or naive.")] = "1f1b",
@@ -97,7 +95,7 @@ def add_commands(app: "typer.Typer", show: Print, fail: Callable[[str], None]) -
             asked = same | {name: context.params[name] for name in TRIED}
             if (stage or "").isdecimal():
                 asked["stage"] = int(stage or "")
-            asked |= {"world_size": counts[0], "device": where, "offload": offload, "outer": averaging(outer)}
+            asked |= {"world_size": counts[0], "device": where, "offload": offload}
             made = make_plan(model, **asked)
             others = [make_plan(model, **asked, system=name.strip()) for name in system.split(",") if name.strip()]
         except (ValueError, TypeError, OSError) as error:

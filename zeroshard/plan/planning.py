@@ -9,7 +9,6 @@ import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import chain
-from pathlib import Path
 from typing import Any, Final
 
 from zeroshard.describe.asked import Asked, choose, resolve
@@ -18,7 +17,6 @@ from zeroshard.describe.offload import Offload, OffloadLike, reached, text_of
 from zeroshard.describe.parameters import ParametersLike
 from zeroshard.describe.rows import StageLike
 from zeroshard.describe.treatments import ActivationsLike
-from zeroshard.outer.foreseen import islands_of
 from zeroshard.plan.job import (
     Options,
     activations_of_shape,
@@ -34,7 +32,7 @@ from zeroshard.plan.machine.retries import NO_RETRIES, Retries, play_steps
 from zeroshard.plan.named import OPTIMIZERS, PRECISIONS
 from zeroshard.plan.pipes import jobs_of_places, joined, timed
 from zeroshard.plan.result import Plan, RankClass
-from zeroshard.plan.shape.shapes import SHAPES, Transformer, read_config, shape_named
+from zeroshard.plan.shape.shapes import Transformer, shape_of
 from zeroshard.plan.step.film import Film, calls_of
 from zeroshard.plan.step.rank_job import Job
 from zeroshard.plan.step.simulate import make_film, resident_bytes
@@ -49,7 +47,7 @@ from zeroshard.table.settings import WIRE_BYTES
 from zeroshard.table.spec import Formats
 from zeroshard.table.whole import owned_bytes
 
-__all__ = ["make_plan", "optimizers_named", "plan_shape", "shape_of"]
+__all__ = ["make_plan", "optimizers_named", "plan_shape"]
 
 LISTED: Final = 12
 """Entries of a live set that a plan keeps."""
@@ -167,7 +165,7 @@ def make_plan(
     ```
     """
     preset, system = device_named(device), system_named(system)
-    mesh, islands = islands_of(outer, mesh, check_count("world_size", world_size) // check_count("pipe", pipe))
+    mesh, islands = (mesh, 1) if outer is None else outer.apart(mesh, check_count("world_size", world_size))
     sharing = Asked(
         stage=system.stage if stage is None and residency is None else stage,
         residency=residency,
@@ -177,7 +175,8 @@ def make_plan(
         precision=precision_of_system(system, preset) if precision is None else precision,
         mesh=mesh,
     )
-    ranks = world_size // islands // (1 if hasattr(mesh, "mesh_dim_names") else pipe)
+    ranks = check_count("world_size", world_size) // islands
+    ranks //= 1 if hasattr(mesh, "mesh_dim_names") else check_count("pipe", pipe)
     resolved = resolve(sharing, ranks, tensor=check_count("tensor", tensor), precisions=PRECISIONS)
     model = _module_of(model)
     shape = None if hasattr(model, "named_parameters") else shape_of(model)
@@ -304,24 +303,6 @@ def _module_of(model: Any) -> Any:
 
     with torch.device("meta"):
         return transformers.AutoModelForCausalLM.from_config(model)
-
-
-def shape_of(model: Any) -> Transformer:
-    """Return the shape that a name, a path or a `Transformer` means.
-
-    Raises:
-        ValueError: no shape has this name, and no file this path.
-        TypeError: something else.
-    """
-    if isinstance(model, Transformer):
-        return model
-    if isinstance(model, str | Path):
-        is_path = isinstance(model, Path) or (model not in SHAPES and Path(model).exists())
-        return read_config(model) if is_path else shape_named(str(model))
-    raise TypeError(
-        "plan() takes the name of a shape, the path of a config.json, a Transformer, a configuration of Transformers "
-        f"or a module; got {type(model).__name__}."
-    )
 
 
 def plan_module(

@@ -10,7 +10,7 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import Any, Final, Literal, final
 
-from zeroshard.outer.foreseen import WITHOUT, Foreseen
+from zeroshard.describe.exchanges import WITHOUT, Foreseen
 from zeroshard.plan.job import Options
 from zeroshard.plan.machine.retries import NO_RETRIES, Retries
 from zeroshard.plan.margins import kind_of, margin_of

@@ -15,15 +15,15 @@ from typing import Any, Final, final
 
 from zeroshard.describe.asked import Asked, resolve
 from zeroshard.describe.offload import Offload
-from zeroshard.plan.job import Options, check_options, check_shape, precision_for
+from zeroshard.plan.job import Options, check_options, check_shape
 from zeroshard.plan.machine.hardware import Device
 from zeroshard.plan.machine.presets import device_named
 from zeroshard.plan.named import PRECISIONS
 from zeroshard.plan.numbers import aligned, thinned
 from zeroshard.plan.offloading import choose_offload
-from zeroshard.plan.planning import optimizers_named, plan_shape, shape_of
+from zeroshard.plan.planning import optimizers_named, plan_shape
 from zeroshard.plan.result import Plan
-from zeroshard.plan.shape.shapes import Transformer
+from zeroshard.plan.shape.shapes import Transformer, shape_of
 from zeroshard.plan.trying import Candidate, candidate_of
 from zeroshard.table.stages import STAGES, row_of_stage
 
@@ -122,7 +122,7 @@ def search(
     asked_sizes = list(world_size) if isinstance(world_size, Iterable) else [world_size]
     if not asked_sizes:
         raise ValueError("world_size must be a number of ranks, or several; got none.")
-    named = precision_for(preset) if precision is None else precision
+    named = preset.half_precision if precision is None else precision
     resolved = [
         resolve(Asked(stage=n, activations=one, precision=named), 1, precisions=PRECISIONS)
         for n in stages

@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Final
 
-from zeroshard.plan.job import precision_for
 from zeroshard.plan.machine.hardware import Device
 from zeroshard.plan.shape.transformer import Kernels
 from zeroshard.plan.step.system import ZEROSHARD, System
@@ -87,7 +86,7 @@ def precision_of_system(system: System, device: Device) -> str:
     Raises:
         ValueError: the program is known in bfloat16 only, which the device does not support.
     """
-    half = precision_for(device)
+    half = device.half_precision
     if half == "bf16" or not system.precision:
         return system.precision or half
     found = {"bf16": "fp16", "bf16-grads": "paper"}.get(system.precision, system.precision)

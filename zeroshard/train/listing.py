@@ -49,7 +49,7 @@ def _type_of(one: Mapping[str, Any]) -> str:
     if "const" in one:
         return str(one["const"])
     if "enum" in one:
-        return " | ".join(choice or '""' for choice in one["enum"])
+        return " | ".join(str(choice) or '""' for choice in one["enum"])
     limits = {
         "minimum": "at least",
         "exclusiveMinimum": "above",

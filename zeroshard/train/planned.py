@@ -13,12 +13,11 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 import zeroshard as zs
-from zeroshard.outer.foreseen import averaging
 from zeroshard.plan.machine.profiles import device_for, host_device
 from zeroshard.table.stages import row_of_stage
 from zeroshard.train.config import AUTO, Config
 from zeroshard.train.models.piped import logits_of, mean_loss
-from zeroshard.train.run import make_model
+from zeroshard.train.run import make_model, outer_of
 from zeroshard.train.text import open_source
 from zeroshard.train.tokenizer import load_tokenizer
 
@@ -70,7 +69,7 @@ def plan_run(config: Config, axes: DeviceMesh | None = None) -> tuple[zs.Plan, b
             micro_batches=micro_batches,
             no_sync=zero.no_sync and pipe == 1,
             mesh=config.run.replicas if config.run.replicas > 1 else None,
-            outer=averaging(config.run.outer, config.run.outer_bits),
+            outer=outer_of(config),
             tensor=tensor,
             pipe=pipe,
             schedule=config.run.schedule,

@@ -16,7 +16,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import zeroshard as zs
 from zeroshard.join.start import texts_across_ranks
-from zeroshard.outer.foreseen import averaging
 from zeroshard.table.errors import printable
 from zeroshard.train.config import Config
 from zeroshard.train.corpus import Corpus, open_corpus, prepare_corpus
@@ -32,7 +31,17 @@ from zeroshard.train.speed import flops_per_token, peak_flops
 from zeroshard.train.text import DEFAULT_NAME, open_source
 from zeroshard.train.tokenizer import Tokenizer, load_tokenizer
 
-__all__ = ["Run", "Tally", "check_equal", "check_files", "check_paths", "learning_rate_factor", "make_model", "prepare"]
+__all__ = [
+    "Run",
+    "Tally",
+    "check_equal",
+    "check_files",
+    "check_paths",
+    "learning_rate_factor",
+    "make_model",
+    "outer_of",
+    "prepare",
+]
 
 _FINAL_STEPS: Final = 50
 
@@ -134,7 +143,7 @@ class Run:
             )
             self.zero, self.language = self.pipe.zero, piped(self.language, self.pipe)
         else:
-            outer = averaging(config.run.outer, config.run.outer_bits)
+            outer = outer_of(config)
             name = "replicas" if outer is None else "mesh"
             copies = {name: config.run.replicas} if config.run.replicas > 1 else {"mesh": self.axes}
             self.zero = zs.shard(self.model, self.optimizer, **copies, outer=outer, **options)
@@ -168,6 +177,11 @@ class Run:
             warmup_fraction=train.warmup_fraction,
             final_fraction=train.final_fraction,
         )
+
+
+def outer_of(config: Config) -> zs.Outer | None:
+    """Return how the islands of a run exchange; None without islands."""
+    return zs.Outer(every=config.run.outer, bits=config.run.outer_bits) if config.run.outer else None
 
 
 def _compile_blocks(model: torch.nn.Module) -> None:

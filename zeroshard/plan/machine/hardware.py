@@ -178,6 +178,11 @@ class Device:
         """Whether the device is a CPU, whose kernels differ from those of an accelerator."""
         return self.multiprocessors == 1
 
+    @property
+    def half_precision(self) -> str:
+        """Its half precision: bfloat16 if that is as fast as float16."""
+        return "bf16" if self.peak_flops.get("bfloat16", 0) >= self.peak_flops.get("float16", 0) else "fp16"
+
     def kernel_s(self, cost: Cost, dtype: str) -> float:
         """Return the seconds of one kernel.
 

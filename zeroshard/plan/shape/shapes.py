@@ -14,7 +14,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, Literal, final
 
-__all__ = ["Parameters", "SHAPES", "Transformer", "gpt", "read_config", "shape_named"]
+__all__ = ["Parameters", "SHAPES", "Transformer", "gpt", "read_config", "shape_named", "shape_of"]
 
 Parameters = tuple[tuple[str, int], ...]
 """Names and elements of parameters, in registration order."""
@@ -350,4 +350,22 @@ def _of_llama(config: Mapping[str, Any], kind: str, name: str) -> Transformer:
         dense_layers=config.get("first_k_dense_replace", 0) if experts else 0,
         dense_inner=config["intermediate_size"] if experts else 0,
         latent=latent,
+    )
+
+
+def shape_of(model: Any) -> Transformer:
+    """Return the shape that a name, a path or a `Transformer` means.
+
+    Raises:
+        ValueError: no shape has this name, and no file this path.
+        TypeError: something else.
+    """
+    if isinstance(model, Transformer):
+        return model
+    if isinstance(model, str | Path):
+        is_path = isinstance(model, Path) or (model not in SHAPES and Path(model).exists())
+        return read_config(model) if is_path else shape_named(str(model))
+    raise TypeError(
+        "plan() takes the name of a shape, the path of a config.json, a Transformer, a configuration of Transformers "
+        f"or a module; got {type(model).__name__}."
     )

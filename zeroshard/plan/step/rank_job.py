@@ -10,7 +10,7 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import final
 
-from zeroshard.outer.foreseen import WITHOUT, Foreseen
+from zeroshard.describe.exchanges import WITHOUT, Foreseen
 from zeroshard.plan.machine.hardware import Cost, Device, Span
 from zeroshard.plan.step.script import Call, Script, script_of
 from zeroshard.plan.step.system import ZEROSHARD, System

@@ -1,7 +1,6 @@
 """What islands keep and send, for a plan: from `zs.Outer`, the units of a rank, and a device.
 
-Owns that arithmetic, which `islands.py`, `fragments.py` and `exchange.py` follow with tensors. It must not know how a
-step is planned.
+Owns that arithmetic, which `outer/` follows with tensors. A `zs.Outer` is known by its attributes, as a DeviceMesh is.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,7 +11,7 @@ from typing import Any, Final, final
 from zeroshard.table.pipeline import balanced
 from zeroshard.table.spec import UnitSpec, itemsize, message_of
 
-__all__ = ["Foreseen", "WITHOUT", "averaging", "foresee", "islands_of"]
+__all__ = ["Foreseen", "WITHOUT", "foresee"]
 
 PASSES: Final = 8
 """How often an exchange reads or writes its elements: changes, messages, sums, anchors and parameters."""
@@ -71,30 +70,6 @@ WITHOUT: Final = Foreseen()
 """No islands."""
 
 
-def islands_of(outer: Any, mesh: Any, world_size: int) -> tuple[Any, int]:
-    """Return what `mesh=` means on an island, and the number of islands; of ranks without islands, `mesh` and 1.
-
-    Args:
-        outer: a `zs.Outer`, or None.
-        mesh: the argument of `zs.shard`.
-
-    Raises:
-        TypeError, ValueError: an option of `outer`, or the mesh has no islands.
-    """
-    if outer is None:
-        return mesh, 1
-    outer.check()
-    if outer.is_alone:
-        raise ValueError("Plans are of islands of one launch: leave out address= of outer=.")
-    import torch  # the caller has it
-
-    from zeroshard.outer.places import split
-    from zeroshard.wire.mesh import Mesh
-
-    found = split(mesh, Mesh(0, world_size, 0, torch.device("cpu")))
-    return found.asked, found.across.world_size
-
-
 def foresee(outer: Any, islands: int, units: Sequence[UnitSpec], device: Any, stride: int) -> Foreseen:
     """Return what a rank keeps and sends for the exchanges of islands.
 
@@ -132,12 +107,3 @@ def foresee(outer: Any, islands: int, units: Sequence[UnitSpec], device: Any, st
     took_s += PASSES * whole_bytes / (device.memory_bytes_per_s * device.memory_part)
     kept = kept_bytes, outer.cell.memory
     return Foreseen(islands, *kept, buffer_bytes, sent_bytes, took_s, outer.every, outer.delay, outer.fragments)
-
-
-def averaging(every: int, bits: int = 32) -> Any:
-    """Return the options of islands whose parameters are averaged every so many steps; None for 0 steps."""
-    if not every:
-        return None
-    from zeroshard.outer.options import Outer  # needs torch
-
-    return Outer(every=every, bits=bits)  # type: ignore[arg-type]
