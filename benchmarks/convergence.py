@@ -216,7 +216,7 @@ def table_of(result: Mapping[str, Any]) -> str:
         for asked in (against, *some):
             lines += row_of(made, name_of(asked), asked, against)
     grid = {asked: values_of(made, asked).get(SEEDS[0]) for asked in GRID}
-    if any(value is not None for value in grid.values()):
+    if sum(value is not None for value in grid.values()) > 2:
         head = "".join(f" {rate:g} |" for rate in RATES)
         lines += ["", f"| momentum, rate: |{head}", "|---|" + "---:|" * len(RATES)]
         for momentum in MOMENTA:
