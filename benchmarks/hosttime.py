@@ -1,7 +1,7 @@
 """Host time of a training step whose computing is tiny: what a library costs in Python, launches and agreements.
 
     python -m benchmarks.hosttime --rounds 30              # 48 blocks, 64 emulated ranks; some minutes
-    python -m benchmarks.hosttime --only 'zeroshard 3' --profile   # the dearest functions of one contestant
+    python -m benchmarks.hosttime --only 'zeroshard 3' --profile   # the most expensive functions of one contestant
 
 Owns the measurement of host time by unit. On a GPU the host must queue work faster than the device does it, so this is
 what bounds the step of a model whose kernels are short. Read `Contestant` first, then `measure`.
@@ -13,7 +13,7 @@ Note: emulated ranks
     and is subtracted.
 Note: what is counted
     A launch is a call of an operator on tensors that is neither a view, nor an allocation, nor a collective. An
-    agreement is a wait of the host for what other hosts have told. Launches are counted by a dispatch mode, Python
+    agreement is a blocking wait for messages from other ranks. Launches are counted by a dispatch mode, Python
     calls by a profile function, each in steps of their own, since both slow the step down.
 """
 
@@ -434,7 +434,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--clip", choices=["with", "without", "both"], default="both")
     parser.add_argument("--only", default="*", help="contestants; patterns, commas between; the bare loop takes part")
-    parser.add_argument("--profile", action="store_true", help="show the dearest functions of one contestant instead")
+    parser.add_argument("--profile", action="store_true", help="show one contestant's most expensive functions instead")
     parser.add_argument("--output", type=Path, help="the result file")
     asked = parser.parse_args(arguments)
     torch.set_num_threads(1)

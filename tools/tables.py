@@ -79,7 +79,7 @@ def residency_table(kept: Mapping[str, Any]) -> str:
         "MB (1e6 bytes) of each rank, measured ([readme.json](benchmarks/results/readme.json), "
         f"{origin(KEPT_RUNS.name)}). Last column: Llama 2 7B, planned.",
         "",
-        "| | optimizer states | gradients | parameters | kept in all | transient, at most | sent a step | 7B, GB |",
+        "| | optimizer states | gradients | parameters | kept in all | transient, at most | sent a step | 7B, GiB |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for stage, one in zip(STAGES, summaries, strict=True):
@@ -89,12 +89,12 @@ def residency_table(kept: Mapping[str, Any]) -> str:
         held, sent = rank["resident_bytes"], sum(rank["sent_bytes"][kind] for kind in ("gather", "reduce"))
         cells = [f"{kept} {_mb(held[column])}" for kept, column in zip(KEPT[one["row"]], COLUMNS[:3], strict=True)]
         cells += [_mb(sum(held[column] for column in COLUMNS[:3])), _mb(rank["peak_bytes"]["transient"])]
-        cells += [_mb(sent / one["steps"]), f"{plan_of_7b(stage).total_bytes / 1e9:.1f}"]
+        cells += [_mb(sent / one["steps"]), f"{plan_of_7b(stage).total_bytes / 2**30:.1f}"]
         lines.append(f"| {one['row']} | {' | '.join(cells)} |")
     lines += [
         "",
-        "Predicted before the run, and measured in it: equal to the byte, in every cell. 7B: all that a rank takes at",
-        "most, on 8 GPUs: `zeroshard plan llama-2-7b --ranks 8 --batch 2 --activations recompute --stage N`.",
+        "The plan before the run predicted every cell to the byte. 7B: planned peak memory of a rank on 8 GPUs:",
+        "`zeroshard plan llama-2-7b --ranks 8 --batch 2 --activations recompute --stage N`.",
     ]
     return "\n".join(lines)
 

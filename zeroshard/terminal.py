@@ -226,7 +226,7 @@ def _make_progress(console: Console) -> Progress:
 def _memory_table(ranks: Sequence[RankBytes]) -> Table:
     """Return a table of predicted and measured bytes in memory by rank."""
     columns = [*_COLUMNS, *({"activations"} & ranks[0].peak_bytes.keys())]
-    table = _make_table("Bytes in memory (transient, activations: at most)", columns)
+    table = _make_table("Bytes in memory after the last backward (transient, activations: at most)", columns)
     for rank, of_rank in enumerate(ranks):
         at_most = {name: nbytes for name, nbytes in of_rank.peak_bytes.items() if name in ("transient", "activations")}
         _add_pair(table, rank, of_rank.predicted_bytes, {**of_rank.resident_bytes, **at_most}, columns)
@@ -272,7 +272,9 @@ def _plan_table(plan: Mapping[str, Any]) -> Table | Text:
         return Text(printable(f"no plan: {plan['problem']}"))
     heads = {"step_s": "step, s", "tokens_per_s": "tokens/s", "peak_bytes": "allocated at most"}
     columns = tuple(plan["measured"]["resident_bytes"])
-    table = _make_table("Plan of rank 0 beside its measurement, bytes between steps", (*columns, *heads.values()))
+    shown_columns = ("parameters, buffers" if column == "parameters" else column for column in columns)
+    title = "Plan of rank 0 beside its measurement, bytes between steps (after zero_grad)"
+    table = _make_table(title, (*shown_columns, *heads.values()))
     for name, values in (("predicted", plan["predicted"]), ("measured", plan["measured"])):
         numbers = [values[key] for key in heads]
         shown = ["-" if one is None else f"{one:,.3f}" if isinstance(one, float) else f"{one:,}" for one in numbers]

@@ -1,6 +1,7 @@
 """What a type checker tells a user: misspelt names and methods are mistakes, and documented calls are none."""
 
 import itertools
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -61,17 +62,37 @@ def test_the_types_have_each_combination_of_treatments_that_runs() -> None:
     assert set(get_args(names.ActivationsName)) == valid
 
 
+def script_with_mistakes(folder: Path) -> tuple[Path, list[int]]:
+    """Write a script whose last lines are mistakes; return it, and the numbers of these lines."""
+    script, first = folder / "script.py", SCRIPT.count("\n") + 1
+    script.write_text(SCRIPT + "\n".join((*MISTAKES, *MORE)))
+    return script, list(range(first, first + len(MISTAKES) + len(MORE)))
+
+
 @pytest.mark.rotates
 @pytest.mark.timeout(320)
-def test_mistakes_in_a_script_are_found_where_they_are(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT + "\n".join((*MISTAKES, *MORE)))
+def test_mypy_finds_the_mistakes_of_a_script(tmp_path: Path) -> None:
+    script, mistakes = script_with_mistakes(tmp_path)
     # The configuration and the cache of `make check`: without these the check of the package takes a minute.
     check = [sys.executable, "-m", "mypy", "--no-error-summary", "--config-file", "pyproject.toml", str(script)]
     run = subprocess.run(check, cwd=REPOSITORY, capture_output=True, text=True, timeout=300)
     lines = [line for line in run.stdout.splitlines() if line.startswith(str(script)) and ": error:" in line]
-    first = SCRIPT.count("\n") + 1
-    assert [int(line.split(":")[1]) for line in lines] == list(range(first, first + len(MISTAKES) + len(MORE))), run
+    assert [int(line.split(":")[1]) for line in lines] == mistakes, run
+
+
+@pytest.mark.rotates
+def test_pyright_finds_the_mistakes_of_a_script(tmp_path: Path) -> None:
+    pytest.importorskip("basedpyright", reason="needs basedpyright: pip install basedpyright")
+    script, mistakes = script_with_mistakes(tmp_path)
+    # basedpyright is pyright with the program that runs it; "standard" are pyright's own rules.
+    (tmp_path / "pyrightconfig.json").write_text(
+        json.dumps({"typeCheckingMode": "standard", "extraPaths": [str(REPOSITORY)]})
+    )
+    check = [sys.executable, "-m", "basedpyright", "--outputjson", "--pythonpath", sys.executable, "-p", str(tmp_path)]
+    run = subprocess.run(check, capture_output=True, text=True, timeout=100)
+    found = json.loads(run.stdout)["generalDiagnostics"]
+    assert {one["file"] for one in found} == {str(script)}
+    assert [one["range"]["start"]["line"] + 1 for one in found] == mistakes, run
 
 
 def test_reprs_say_what_an_object_is() -> None:

@@ -264,7 +264,7 @@ WAITED_FOR = {
 """What the other place waits for when a rank is lost; "the gradient of micro-batch 1 from pipe 1" for other actions."""
 CAUSES = {
     "raise": "ArithmeticError: planted",
-    "kill": "its process is gone without a word (a signal, a crash, os._exit); it was last seen to be: ",
+    "kill": "its process exited without reporting an error (a signal, a crash, os._exit); it was last seen to be: ",
     "stop": f"no sign of life for {HEARTBEAT_S:g} s; last: ",
 }
 

@@ -90,7 +90,8 @@ def test_a_killed_rank_is_named_by_all_others(tmp_path: Path, culprit: int, devi
     for rank, error in errors.items():
         assert error.type_name in ("RankMismatchError", "ProcessExit"), error
         said = tmp_path / f"{rank}.err"
-        cause = f"rank {culprit}: its process is gone without a word (a signal, a crash, os._exit); it was last seen"
+        end = "its process exited without reporting an error (a signal, a crash, os._exit)"
+        cause = f"rank {culprit}: {end}; it was last seen"
         assert cause in said.read_text()
         assert said.stat().st_mtime - began <= KILLED_S
 

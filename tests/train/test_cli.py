@@ -486,10 +486,12 @@ def test_no_rank_outlives_its_launcher(tmp_path):
     _wait_for_steps(tmp_path / "runs" / "default", 2)
     ranks, end_s = _children(run.pid), time.monotonic() + 10
     run.kill()
-    run.communicate(timeout=20)
+    _, err = run.communicate(timeout=20)
     while any(is_running(rank) for rank in ranks):
         assert time.monotonic() < end_s, "a rank goes on 10 s after its launcher was killed"
         time.sleep(0.05)
+    # Without C++ frames of the store that went with the launcher.
+    assert err == f"zeroshard: the launcher (process {run.pid}) ended, so its ranks end; the same command resumes\n"
 
 
 @pytest.mark.rotates

@@ -104,6 +104,10 @@ def follow_launcher() -> None:
 def _end_without(launcher: int) -> None:
     while os.getppid() == launcher:
         time.sleep(_LOOK_S)
+    if is_first_rank():  # not by print: the lock of a stream may be held by another thread
+        told = f"zeroshard: the launcher (process {launcher}) ended, so its ranks end; the same command resumes\n"
+        with suppress(OSError):
+            os.write(2, told.encode())
     os._exit(1)
 
 
@@ -135,6 +139,8 @@ def launch_ranks(
     os.environ[_LAUNCHER] = str(os.getpid())
     if shows_all:
         os.environ[_TRACEBACK] = "full"
+    else:  # a lost store is a warning with a page of C++ frames
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     _quieten()
     listener = socket.socket()
     listener.bind((_LOOPBACK, 0))

@@ -351,7 +351,8 @@ def _end_of(published: str) -> str:
             "than others: zero.agree() decides alike whether there is a next one)"
         )
     # Only the parent of a process learns the number of a signal.
-    return f"its process is gone without a word (a signal, a crash, os._exit); it was last seen to be: {words}"
+    end = "its process exited without reporting an error (a signal, a crash, os._exit)"
+    return f"{end}; it was last seen to be: {words}"
 
 
 @final

@@ -23,8 +23,8 @@ COLUMNS: Final = ("parameters", "gradients", "states", "padding", "activations",
 class Event(NamedTuple):
     """Memory is taken, or given back (`nbytes` below 0), at a time in seconds from the start of the step.
 
-    `is_mapped` tells of pages that the ranks of a host map together, and of buffers for files: torch's allocator does
-    not see them. `memory` is the device's, the host's or a file's.
+    `is_mapped` marks memory that torch's allocator does not track: pages that the ranks of a host share, and buffers
+    for files. `memory` is the device's, the host's or a file's.
     """
 
     at_s: float
