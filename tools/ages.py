@@ -35,6 +35,7 @@ LIMIT_LINES: Final = 2000
 ENGINE: Final = ("activations", "core", "describe", "setup", "store", "table", "update", "values", "whole", "wire")
 CHECKPOINTS: Final = ("checkpoint", "values", "whole")
 SPEAKS_OF: Final[Mapping[str, Sequence[str]]] = {
+    "captures": ("account", "train"),
     "checkpoint_speed": CHECKPOINTS,
     "damage": CHECKPOINTS,
     "explore": ("core",),

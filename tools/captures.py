@@ -26,8 +26,8 @@ ROOT: Final = Path(__file__).parents[1]
 RESULTS: Final = ROOT / "benchmarks" / "results"
 KEPT: Final = RESULTS / "captures.json"
 PAGE: Final = RESULTS / "captures.md"
-COMMAND: Final = ("zeroshard", "train", "--steps", "40", "--name", "first")
-WRONG: Final = ("zeroshard", "train", "--steps", "40", "--name", "first", "--lr", "1e30")
+COMMAND: Final = ("zeroshard", "train", "--depth", "2", "--steps", "40", "--name", "first")
+WRONG: Final = (*COMMAND, "--lr", "1e30")
 SHOWN: Final = {
     "terminal of 80 columns": (COMMAND, 80),
     "terminal of 200 columns": (COMMAND, 200),
@@ -96,9 +96,9 @@ def page_of(kept: dict[str, Any]) -> str:
         f"{kept['machine']['cores']} cores with a load average of {kept['load']:.0f}, which makes the times long."
     ]
     for name, one in kept["captures"].items():
-        parts += [f"**In a {name}**" if name[0] in "tp" else f"**An {name}**", "```text"]
-        parts += ["\n".join([f"$ {one['command']}", *one["lines"]]), "```"]
-    return "\n\n".join(parts).replace("```text\n\n", "```text\n").replace("\n\n```\n", "\n```\n").rstrip() + "\n"
+        parts += [f"**In a {name}**" if name[0] in "tp" else f"**An {name}**"]
+        parts += [f"```text\n$ {one['command']}\n{one['text']}\n```"]
+    return "\n\n".join(parts) + "\n"
 
 
 def main() -> None:
@@ -108,7 +108,7 @@ def main() -> None:
     for name, (command, columns) in SHOWN.items():
         with tempfile.TemporaryDirectory() as folder:
             lines = show(command, columns, Path(folder))
-        captures[name] = {"command": " ".join(command), "columns": columns, "lines": lines}
+        captures[name] = {"command": " ".join(command), "columns": columns, "text": "\n".join(lines)}
         print(f"{name}: {len(lines)} lines", flush=True)
     kept = {**circumstances("tools.captures"), "load": os.getloadavg()[1], "captures": captures}
     write_result(KEPT, kept)

@@ -1,9 +1,11 @@
 """Write the README's tables and its figure from results that are in the repository.
 
     for s in 0 1 2 3; do zeroshard train --stage $s --depth 12 --steps 4 --name stage-$s; done
+    python -m tools.tables runs stage-0 stage-1 stage-2 stage-3     # keep them in benchmarks/results/readme.json
     zeroshard train --name default
-    python -m tools.tables runs     # keep these summaries in benchmarks/results/readme.json, and write
-    python -m tools.tables          # write from what is kept
+    python -m tools.tables runs default                             # keep it in benchmarks/results/readme-run.json
+    python -m tools.captures                                        # keep captures.json
+    python -m tools.tables                                          # write from what is kept
 
 Each table stands between `<!-- table: NAME -->` and `<!-- end -->`, which this script replaces. A test compares tables
 and figure with what this script writes.
@@ -20,11 +22,11 @@ from typing import Any
 import zeroshard as zs
 from benchmarks.machine import circumstances
 from benchmarks.report import ratio_of_medians, ratios_of
-from tools import ages
+from tools import ages, captures
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-KEPT_RUNS = RESULTS / "readme.json"
+KEPT_STAGES, KEPT_RUN = RESULTS / "readme.json", RESULTS / "readme-run.json"
 FIGURE = ROOT / "docs" / "pictures" / "memory.svg"
 README = ROOT / "README.md"
 STAGES = range(4)
@@ -48,10 +50,10 @@ COLOURS = {"states": "#4c78a8", "gradients": "#f58518", "parameters": "#54a24b",
 LABELS = {"states": "optimizer states", "transient": "transient, at most"}
 
 
-def keep(runs: Path) -> None:
+def keep(runs: Path, names: Sequence[str]) -> None:
     """Write what the tables need of the runs' summaries, with the date and the commit."""
     summaries = {}
-    for name in (*(f"stage-{stage}" for stage in STAGES), "default"):
+    for name in names:
         one = json.loads((runs / name / "summary.json").read_text())
         summaries[name] = {key: value for key, value in one.items() if key not in ("sample", "plan", "profile")}
     kept = {
@@ -60,24 +62,31 @@ def keep(runs: Path) -> None:
         "load": os.getloadavg()[1],
         "runs": summaries,
     }
-    KEPT_RUNS.write_text(json.dumps(kept, indent=1) + "\n")
+    path = KEPT_RUN if "default" in names else KEPT_STAGES
+    path.write_text(json.dumps(kept, indent=1) + "\n")
+
+
+def read(path: Path) -> Any:
+    """Return what is kept in a file."""
+    return json.loads(path.read_text())
 
 
 def origin(*names: str) -> str:
     """Return where the numbers of results come from, and whether much of the code has changed since."""
-    found = [json.loads((RESULTS / name).read_text()) for name in names]
+    found = [read(RESULTS / name) for name in names]
     commits = dict.fromkeys(f"commit {one['commit'][:7]}, {one['date']}" for one in found)
     return "; ".join(commits) + max(map(ages.note, names))
 
 
-def residency_table(kept: Mapping[str, Any]) -> str:
+def residency_table() -> str:
     """Return the residency table: where each column lives, in megabytes of rank 0, and a 7B model's plan beside it."""
+    kept = read(KEPT_STAGES)
     summaries = [kept["runs"][f"stage-{stage}"] for stage in STAGES]
     first = summaries[0]
     lines = [
         f"{kept['machine']}: {first['model']}; fp32, AdamW, {first['world_size']} ranks.",
         "MB (1e6 bytes) of each rank, measured ([readme.json](benchmarks/results/readme.json), "
-        f"{origin(KEPT_RUNS.name)}). Last column: Llama 2 7B, planned.",
+        f"{origin(KEPT_STAGES.name)}). Last column: Llama 2 7B, planned.",
         "",
         "| | optimizer states | gradients | parameters | kept in all | transient, at most | sent a step | 7B, GiB |",
         "|---|---|---|---|---|---|---|---|",
@@ -149,21 +158,33 @@ def _range(ratios: Mapping[str, float], name: str) -> str:
     return own if own == best else f"{best} to {own}"
 
 
-def run_table(kept: Mapping[str, Any]) -> str:
-    """Return what the default run came to."""
-    one = kept["runs"]["default"]
+def run_table() -> str:
+    """Return what the default run came to, and what a short run prints."""
+    kept, shown = read(KEPT_RUN), read(captures.KEPT)
+    one, pipe = kept["runs"]["default"], shown["captures"]["pipe"]
+    # Of the step lines the first and the last.
+    steps = [line for line in pipe["text"].splitlines() if line.startswith("step ")]
+    lines = [line for line in pipe["text"].splitlines() if line.strip() and line not in steps[1:-1]]
     return "\n".join(
         [
             f"`make train` on a {kept['machine']}: {one['wall_s']:.0f} seconds (load average {kept['load']:.0f}, its "
             f"own ranks included), {one['steps']:,} steps of {one['model'].split(':')[1].strip()},",
             f"{one['tokens_per_s']:,.0f} tokens/s, {one['bits_per_byte']:.3f} bits per byte on held-out text of "
-            f"Python's documentation ({origin(KEPT_RUNS.name)}).",
+            f"Python's documentation ({origin(KEPT_RUN.name)}).",
+            "A short run prints ([captures](benchmarks/results/captures.md) of terminals, "
+            f"{origin(captures.KEPT.name)}, load average {shown['load']:.0f}):",
+            "",
+            "```text",
+            f"$ {pipe['command']}",
+            *lines,
+            "```",
         ]
     )
 
 
-def figure(kept: Mapping[str, Any]) -> str:
+def figure() -> str:
     """Return the figure, as SVG: what a rank holds at each stage, by column, as in the residency table."""
+    kept = read(KEPT_STAGES)
     left, bar, top, wide = 80, 34, 46, 560
     ranks = [kept["runs"][f"stage-{stage}"]["ranks"][0] for stage in STAGES]
     held = [one["resident_bytes"] | {"transient": one["peak_bytes"]["transient"]} for one in ranks]
@@ -202,19 +223,18 @@ def fill(text: str, name: str, table: str) -> str:
     return place.sub(lambda match: f"{match[1]}{table}\n{match[2]}", text)
 
 
-def filled(text: str, kept: Mapping[str, Any]) -> str:
+def filled(text: str) -> str:
     """Return the README with its tables."""
-    text = fill(text, "residency", residency_table(kept))
-    return fill(fill(text, "speed", speed_table()), "run", run_table(kept))
+    text = fill(text, "residency", residency_table())
+    return fill(fill(text, "speed", speed_table()), "run", run_table())
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Keep summaries where a folder of runs is given; write the tables and the figure."""
+    """Keep summaries where a folder of runs and their names are given; write the tables and the figure."""
     if arguments:
-        keep(Path(arguments[0]))
-    kept = json.loads(KEPT_RUNS.read_text())
-    README.write_text(filled(README.read_text(), kept))
-    FIGURE.write_text(figure(kept))
+        keep(Path(arguments[0]), arguments[1:])
+    README.write_text(filled(README.read_text()))
+    FIGURE.write_text(figure())
 
 
 if __name__ == "__main__":

@@ -94,6 +94,11 @@ def _add(app: typer.Typer, wanted: str) -> None:
         "deepspeed": _add_deepspeed,
     }
     own = {one.__name__: one for one in (tokenizer, doctor, report, paper, scorecard, version)}
+    if wanted and wanted not in COMMANDS:
+        from zeroshard.peers import COMMANDS as OF_OTHERS
+
+        if wanted in OF_OTHERS:
+            _fail(f"there is no command {wanted!r}; write {OF_OTHERS[wanted]}")
     if wanted in adders:
         try:
             adders[wanted](app)

@@ -1,6 +1,6 @@
 """Names from other libraries and their replacements here, for error messages.
 
-Owns the names in code for DDP, FSDP, DeepSpeed and Accelerate that differ in zeroshard. Imports nothing.
+Owns the names in code and commands for DDP, FSDP, DeepSpeed and Accelerate that differ in zeroshard. Imports nothing.
 `docs/coming-from.md` has the tables.
 """
 
@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Final
 
-__all__ = ["ARGUMENTS", "FUNCTIONS", "METHODS", "OF_LOAD", "OF_SAVE", "SEE"]
+__all__ = ["ARGUMENTS", "COMMANDS", "FUNCTIONS", "METHODS", "OF_LOAD", "OF_SAVE", "SEE"]
 
 SEE: Final = "docs/coming-from.md has the rest"
 _DEEPSPEED: Final = f"settings of DeepSpeed's JSON are arguments here, such as stage=3 and precision='bf16'; {SEE}"
@@ -59,6 +59,22 @@ ARGUMENTS: Mapping[str, str] = MappingProxyType(
     }
 )
 """Arguments of wrappers."""
+
+COMMANDS: Mapping[str, str] = MappingProxyType(
+    {
+        "chat": "zeroshard generate RUN --prompt TEXT",
+        "config": "zeroshard train --dry-run, whose output --config reads",
+        "env": "zeroshard version",
+        "estimate-memory": "zeroshard plan config.json --ranks N",
+        "export": "zeroshard checkpoint export CHECKPOINT FOLDER",
+        "finetune": "zeroshard train --model hf:DIR --data FILE",
+        "launch": "torchrun --nproc-per-node N FILE, or zeroshard train",
+        "merge-weights": "zeroshard checkpoint export CHECKPOINT FOLDER",
+        "sft": "zeroshard train --model hf:DIR --data FILE",
+        "test": "zeroshard doctor",
+    }
+)
+"""Commands of other command lines."""
 
 METHODS: Mapping[str, str] = MappingProxyType(
     {

@@ -23,6 +23,8 @@ __all__ = ["Terminal", "progress_of_bytes", "spark"]
 
 _COLUMNS: Final = ("states", "gradients", "parameters", "padding", "transient")
 _PLAIN_WIDTH: Final = 100
+_WIDE: Final = 110
+"""Columns of a terminal that shows progress in one line."""
 _SPARK: Final = 40
 """Characters of the curve of the loss."""
 _BLOCKS: Final = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
@@ -83,8 +85,10 @@ class Terminal:
         self._train_s += record.step_s
         self._losses.append(record.loss)
         held_bytes = sum(record.resident_bytes.values())
+        # A narrow bar has two lines, because a terminal cuts what is too long for it.
+        between = "\n" if self._progress is not None and self._console.width < _WIDE else "  "
         status = (
-            f"loss {record.loss:.4f}  lr {record.learning_rate:.2e}  norm {record.grad_norm:.2f}  "
+            f"loss {record.loss:.4f}  lr {record.learning_rate:.2e}  norm {record.grad_norm:.2f}{between}"
             f"{record.tokens_per_s:,.0f} tokens/s  {_of_peak(record.mfu)}{held_bytes / 1e6:.1f} MB/rank"
         )
         if self._progress is not None:

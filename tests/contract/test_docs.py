@@ -216,10 +216,11 @@ def test_the_quick_start_trains_and_resumes_on_two_ranks(tmp_path: Path) -> None
 
 def test_the_tables_and_the_figure_are_those_of_committed_results() -> None:
     tool = load_tool("tables")
-    kept = json.loads(tool.KEPT_RUNS.read_text())
     text = (REPOSITORY / "README.md").read_text()
-    assert tool.filled(text, kept) == text
-    assert tool.figure(kept) == tool.FIGURE.read_text()
+    assert tool.filled(text) == text
+    assert tool.figure() == tool.FIGURE.read_text()
+    captures = load_tool("captures")
+    assert captures.page_of(json.loads(captures.KEPT.read_text())) == captures.PAGE.read_text()
 
 
 def test_the_faults_are_those_that_were_measured() -> None:

@@ -17,6 +17,7 @@ from rich.console import Console
 
 from tests.processes import is_running
 from zeroshard.cli import main
+from zeroshard.peers import COMMANDS
 from zeroshard.terminal import Terminal
 from zeroshard.train.config import Config, load_config
 from zeroshard.train.launch import launch_ranks
@@ -149,6 +150,12 @@ def test_mistakes_end_with_one_message(arguments, message, monkeypatch, capsys, 
     assert err.startswith(message)
     assert "Traceback" not in err + out
     assert ("write weight_decay=VALUE" in err) == ("--weight-decay" in arguments)
+
+
+@pytest.mark.parametrize(("command", "remedy"), COMMANDS.items())
+def test_commands_of_other_programs_are_answered(command, remedy, monkeypatch, capsys):
+    status, out, err = _main(monkeypatch, capsys, command)
+    assert (status, out, err) == (2, "", f"zeroshard: there is no command {command!r}; write {remedy}\n")
 
 
 @pytest.mark.rotates
