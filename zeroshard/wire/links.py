@@ -157,9 +157,7 @@ class Links:
         reason = str(error).splitlines()[0]
         cause, report = self.watchdog.cause(is_closed="imed out" not in reason), self.watchdog.report()
         first = (
-            f"Another rank failed, so this rank stops. {cause}\n{self.mesh} noticed it"
-            if cause
-            else f"{self.mesh} gave up"
+            f"Another rank failed; this one ends. {cause}\n{self.mesh} noticed it" if cause else f"{self.mesh} gave up"
         )
         make = RankMismatchError.of_another if cause else RankMismatchError
         return make(
