@@ -293,10 +293,11 @@ def _kill_often(name: str, folder: Path, job: Job, whole: Sequence[Found], kills
     whole_s = max(took_s for _, took_s in _run_timed(name, replace(job, folder=folder / "timed")))
     while told["kills"] < kills:
         killed = replace(job, folder=folder / f"kills-{number}", resumes=True)
+        found: list[Found] | None = None  # stock Trainers make another step where a training that has ended resumes
         for _ in range(3):
             moment = replace(killed, killed_in_s=rng.uniform(0.1, whole_s), killed_rank=rng.randrange(RANKS))
             try:
-                _run(name, moment)
+                found = _run(name, moment)
                 break  # the training ended before the moment
             except RankFailure as error:
                 if "SIGKILL" not in str(error):
@@ -304,7 +305,7 @@ def _kill_often(name: str, folder: Path, job: Job, whole: Sequence[Found], kills
                 told["kills"] += 1
         number += 1
         try:
-            found = _run(name, killed)
+            found = found or _run(name, killed)
         except RankFailure as error:
             told["errors"].append(_last_line(error))
             told["lost"] += 1
@@ -380,7 +381,7 @@ def main() -> None:
     each = -(-arguments.kills // max(len(resumed), 1))
     for name in arguments.only:
         with TemporaryDirectory(prefix="zeroshard-trainers-") as folder:
-            found[name] = try_case(name, Path(folder), each)
+            found[name] = try_case(name, Path(folder), each) | {"commit": circumstances("", ())["commit"]}
         print(name, json.dumps(found[name]), flush=True)
         if arguments.output:
             write_result(arguments.output, circumstances("tools.trainers", PACKAGES) | {"trainers": found})
