@@ -7,8 +7,9 @@ import pytest
 import torch
 
 import zeroshard as zs
-from tests.integrations.test_trainers import TIMEOUT_S, Made, found_in, trainer_of
+from tests.integrations.test_trainers import TIMEOUT_S, Made, arguments, found_in, trainer_of
 from tests.oracle import third
+from zeroshard.integrations.transformers import Trainer, on_meta
 from zeroshard.testing import RankFailure, run_ranks
 
 SAVING = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4, "eval_strategy": "no"}
@@ -80,3 +81,13 @@ def test_fewer_ranks_resume_with_the_parameters_of_all(tmp_path: Path) -> None:
             assert one["model"].keys() == found[0]["model"].keys()
             for name, value in one["model"].items():
                 assert torch.equal(value, found[0]["model"][name]), name
+
+
+def test_a_number_in_place_of_arguments_is_named(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=r"zero= takes the arguments of zs\.shard, such as zero=\{'stage': 3\}; got 3"):
+        Trainer(torch.nn.Linear(2, 2), arguments(tmp_path), zero=3)
+
+
+def test_a_folder_that_is_not_there_is_not_looked_for_elsewhere(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"no local folder of this name with a config\.json"):
+        on_meta(tmp_path / "gone")

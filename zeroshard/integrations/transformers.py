@@ -41,6 +41,8 @@ REFUSED: Final = MappingProxyType(
     }
 )
 """Fields of TrainingArguments that are refused, and the remedies."""
+FROM: Final = "_zeroshard_folder"
+"""Attribute of a model of `on_meta`: where its values are."""
 KEPT: Final = ("stage", "mesh", "precision", "settings")
 """Arguments of `zs.shard` for a model that is not trained."""
 
@@ -65,6 +67,8 @@ class ZeroMixin(transformers.Trainer if TYPE_CHECKING else object):  # type: ign
     _whole: dict[str, torch.Tensor] | None = None
 
     def __init__(self, *args: Any, zero: Mapping[str, Any] | None = None, **options: Any) -> None:
+        if not isinstance(zero, Mapping | None):
+            raise TypeError(f"zero= takes the arguments of zs.shard, such as zero={{'stage': 3}}; got {zero!r}.")
         self._asked, self._sharded = dict(zero or {}), None
         self._refuse_arguments((*args, *options.values()), options.get("optimizers"))
         super().__init__(*args, **options)
@@ -125,8 +129,12 @@ class ZeroMixin(transformers.Trainer if TYPE_CHECKING else object):  # type: ign
         return optimizer
 
     def _options(self) -> dict[str, Any]:
-        """Return the arguments of `zs.shard`: ranks may generate texts of different lengths."""
-        return options_with(self._asked, *["generate"] * hasattr(self.model, "generate"))
+        """Return the arguments of `zs.shard`: values of `on_meta` come from its folder, and ranks may generate texts of
+        different lengths.
+        """
+        folder = getattr(self.model, FROM, None)
+        asked = self._asked if folder is None else {"weights": folder} | self._asked
+        return options_with(asked, *["generate"] * hasattr(self.model, "generate"))
 
     def _shard_reference(self, model: torch.nn.Module) -> None:
         """Shard a model that is only evaluated, such as the reference of DPO. Collective: as `zs.shard`."""
@@ -225,13 +233,19 @@ class Seq2SeqTrainer(ZeroMixin, transformers.Seq2SeqTrainer):  # type: ignore[mi
 
 
 def on_meta(folder: str | Path, kind: Any = transformers.AutoModelForCausalLM) -> torch.nn.Module:
-    """Return the model of a local folder without memory: `zero=dict(weights=folder)` reads it into shards.
+    """Return the model of a local folder without memory; a sharded trainer reads its values into the shards.
 
     Args:
         folder: with `config.json` and safetensors.
         kind: the class, such as AutoModelForCausalLM.
+
+    Raises:
+        ValueError: there is no `config.json`.
     """
+    if not Path(folder, "config.json").exists():
+        raise ValueError(f"on_meta({str(folder)!r}): there is no local folder of this name with a config.json.")
     config = transformers.AutoConfig.from_pretrained(folder)
     with torch.device("meta"):
         model: torch.nn.Module = kind.from_config(config)
+    setattr(model, FROM, Path(folder))
     return model
