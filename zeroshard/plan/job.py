@@ -316,7 +316,8 @@ def job_of_shape(
             raise ValueError(f"activations= names {pattern!r}, which matches no unit of {model.name}; units: {shown}.")
     check_patterns(options.row, names)
     load, made = load_of(options), made_of(model, specs, options, own)
-    summed = (device, formats.param, system.products or formats.param) if is_coarse else None
+    kernels = device, formats.param, system.products or formats.param
+    summed = (kernels, system.queue_s(device)[0]) if is_coarse else None
 
     def calls_of(layers: Collection[int]) -> Iterator[Call]:
         for unit, kind in _uses(model, specs, layers):
@@ -484,7 +485,11 @@ def _written(model: Transformer, batch: int, sequence: int, tensor: int) -> Mapp
 
 @lru_cache(1024)
 def _parts(
-    model: Transformer, load: Workload, kind: str, treatment: Treatment, summed: tuple[Device, str, str] | None
+    model: Transformer,
+    load: Workload,
+    kind: str,
+    treatment: Treatment,
+    summed: tuple[tuple[Device, str, str], float] | None,
 ) -> Parts:
     if summed is None and load.kernels.program == "nanotron":
         if treatment != Treatment():
@@ -497,10 +502,10 @@ def _parts(
             input_parts=treatment.input_parts,
             is_input_offloaded=treatment.is_input_offloaded,
         )
-    return coarse(_parts(model, load, kind, treatment, None), partial(_kernel_s, summed))
+    return coarse(_parts(model, load, kind, treatment, None), partial(_kernel_s, summed[0]), summed[1])
 
 
-def _kernel_s(summed: tuple[Device, str, str], cost: Cost) -> float:
+def _kernel_s(kernels: tuple[Device, str, str], cost: Cost) -> float:
     """Return the seconds of a kernel of a device, with a dtype, and another one of matrix products."""
-    device, dtype, products = summed
+    device, dtype, products = kernels
     return device.kernel_s(cost, products if cost.kind == "matmul" else dtype)

@@ -4,12 +4,12 @@ Owns the choice among configurations with offload. It must not know how a step i
 search draws (`search.py`). Needs no torch.
 
 Note: the order of trials
-    No configuration is faster with offload than without, so its speed without offload is an upper bound. The search
-    tries configurations by this bound, fastest first, and stops when the bound is not above the fastest plan so far.
-    It skips a configuration that would not fit even if everything that offload can move took no memory. For each of the
-    others it looks for the smallest offload that fits, with the choices and the binary search of `offload="auto"`
-    (`describe/offload.py`), and gives up when a choice that does not fit is already too slow. At stage 3 it looks a
-    second time: all states, and parameters in steps of a tenth.
+    Offload shortens the update at most, so the forwards and backwards of a configuration without offload are a lower
+    bound of its time. The search tries configurations by this bound, fastest first, and stops when the bound is not
+    below the time of the fastest plan so far. It skips a configuration that fits without offload, and one that would
+    not fit even if everything that offload can move took no memory. For each of the others it looks for the smallest
+    offload that fits, with the choices and the binary search of `offload="auto"` (`describe/offload.py`). At stage 3 it
+    also tries all states with parameters in steps of a tenth. The fastest choice that fits is taken.
 """
 
 import dataclasses
@@ -68,8 +68,8 @@ def choose_offload(
         return simulate(options)
 
     seen = set[tuple[Options, bool]]()
-    for one in sorted(candidates, key=lambda one: -one.tokens_per_s):
-        if one.tokens_per_s <= fastest:
+    for one in sorted(candidates, key=lambda one: -_most_tokens_per_s(one)):
+        if _most_tokens_per_s(one) <= fastest:
             break
         if (alike := _alike(one.options)) in seen:
             continue
@@ -88,6 +88,11 @@ def choose_offload(
         more = fastest / best.tokens_per_s - 1
         reason = f"{more:.0%} faster than the fastest that fits without offload ({best.tokens_per_s:,.0f} tokens/s)"
     return Chosen(candidate, found, reason, tried)
+
+
+def _most_tokens_per_s(one: Candidate) -> float:
+    """Return the speed that no offload of a configuration exceeds."""
+    return one.options.tokens_per_step / one.passes_s
 
 
 def _alike(options: Options) -> tuple[Options, bool]:
@@ -114,7 +119,7 @@ def _least(
     simulate: Callable[[Options], Candidate],
     whole: Callable[[Options], Plan],
 ) -> tuple[Candidate, Plan] | None:
-    """Return the smallest offload of a configuration that fits; None if none fits and is faster than `fastest`.
+    """Return the fastest offload of a configuration that fits; None if none fits and is faster than `fastest`.
 
     Args:
         start: the configuration without offload, which does not fit.
@@ -132,17 +137,17 @@ def _least(
         return None
     known = {0: start}
 
-    def fits(place: int) -> bool | None:
-        one = known[place] = known.get(place) or simulate(with_offload(place))
-        # More offload is not faster.
-        return True if one.verdict == "fits" else False if one.tokens_per_s > fastest else None
+    def fits(place: int) -> bool:
+        known[place] = known.get(place) or simulate(with_offload(place))
+        return known[place].verdict == "fits"
 
-    # All states and some parameters may be faster than all states alone, because the host then updates parameters where
-    # they are stored. A hundredth of the parameters may be less than the first slice, so these steps are tenths.
-    series = [range(min(PARTS + 1, len(choices))), range(PARTS + TENTH, len(choices), TENTH)]
-    wanted = {place for place, is_fitting in (least_of(places, fits) for places in series if places) if is_fitting}
+    least_of(range(min(PARTS + 1, len(choices))), fits)
+    # More parameters may be faster, because the host then updates them where they are stored. A hundredth of the
+    # parameters may be less than the first slice, so these steps are tenths.
+    for place in range(PARTS + TENTH, len(choices), TENTH):
+        fits(place)
     found: tuple[Candidate, Plan] | None = None
-    for place in sorted(wanted, key=lambda place: -known[place].tokens_per_s):
+    for place in sorted(filter(fits, [*known]), key=lambda place: -known[place].tokens_per_s):
         plan = _least_plan(lambda at: whole(with_offload(at)), place) if known[place].tokens_per_s > fastest else None
         if plan is not None and plan.tokens_per_s > fastest:
             one = dataclasses.replace(known[place], options=plan.asked, peak_bytes=plan.peak_bytes)

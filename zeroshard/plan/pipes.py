@@ -50,8 +50,8 @@ def timed(jobs: Sequence[Job], options: Options, quick: Sequence[Job] = ()) -> l
     return found
 
 
-def quick_film(shape: Transformer, options: Options) -> tuple[Job, Film, float]:
-    """Return job and film of the fullest place, with coarse units, and the seconds of a step, for searches.
+def quick_film(shape: Transformer, options: Options) -> tuple[Job, Film, float, float]:
+    """Return job and film of the fullest place, with coarse units, and the seconds of all passes and of a step.
 
     Of places with equal layers, the first one is simulated: it has the most micro-batches in flight. With "1f1b" these
     are no more than places, as are gradients under way, so the film has no more than both; with "interleaved" no more
@@ -76,7 +76,7 @@ def quick_film(shape: Transformer, options: Options) -> tuple[Job, Film, float]:
         places.append(kinds[kind])
     _, end_s = _played(schedule, places, options)
     update_s = max(film.step_s - film.phases[-1].start_s for _, film in places)
-    return *max(places, key=lambda one: one[1].peak[0]), end_s + update_s
+    return *max(places, key=lambda one: one[1].peak[0]), end_s, end_s + update_s
 
 
 def _played(schedule: Schedule, places: Sequence[tuple[Job, Film]], options: Options) -> tuple[Spans, float]:

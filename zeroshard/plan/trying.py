@@ -36,6 +36,7 @@ class Candidate:
         verdict: whether `reserved_bytes` fit the device, or `peak_bytes` where reserved memory is unknown.
         reserved_bytes: bytes that the allocator reserves; None if the configuration was not planned in full.
         movable_bytes: maximum bytes on the device of the state that offload can move.
+        passes_s: seconds of the step without its update.
     """
 
     options: Options
@@ -44,6 +45,7 @@ class Candidate:
     verdict: Verdict
     reserved_bytes: int | None = None
     movable_bytes: int = 0
+    passes_s: float = 0.0
 
     @property
     def total_bytes(self) -> int:
@@ -59,18 +61,18 @@ class Candidate:
 def candidate_of(shape: Transformer, options: Options) -> Candidate:
     """Simulate a configuration with coarse units: the instructions of each unit are combined."""
     if options.pipe > 1:
-        job, film, step_s = quick_film(shape, options)
+        job, film, passes_s, step_s = quick_film(shape, options)
     else:
         job = job_of_shape(shape, options, is_coarse=True)
         film = make_film(job, is_settled=True)
-        step_s = film.step_s
+        passes_s, step_s = film.step_s - film.update_s, film.step_s
     host_bytes = options.node_processes * film.host_peak_bytes
     verdict = verdict_of(film.peak[0], outside_bytes_of(options), options, host_bytes)
     movable_bytes = sum(film.resident_bytes[column] for column in MOVABLE)
     movable_bytes += sum(
         sum(one.held_gradient_bytes) for unit in job.units for one in unit.reduced if one.row.gradients.is_on_device
     )
-    return Candidate(options, film.peak[0], step_s, verdict, movable_bytes=movable_bytes)
+    return Candidate(options, film.peak[0], step_s, verdict, movable_bytes=movable_bytes, passes_s=passes_s)
 
 
 def changes_of(shape: Transformer, plan: Plan, whole: Callable[[Transformer, Options], Plan]) -> Sequence[Change]:

@@ -58,7 +58,8 @@ class Instruction(NamedTuple):
     gradient that lands, `is_alone` states whether it does not share its memory. A "late" drop is of a tensor that a
     collective used on its own stream. "issue" begins a copy of that number on the lane `what`, beside computation, and
     "await" waits for it. "keep" makes a gradient of weights that stays until the backward ends.
-    `launches` is the number of kernels that the host queues for a "run", and for a run of several the collectives.
+    `launches` is the number of kernels that the host queues for a "run", and `least_s` the seconds from the moment that
+    it begins to queue them until the last of several ends.
     """
 
     kind: str
@@ -70,6 +71,7 @@ class Instruction(NamedTuple):
     seconds: float = 0.0
     is_alone: bool = False
     launches: int = 1
+    least_s: float = 0.0
 
 
 @final
@@ -143,14 +145,17 @@ class Parts:
         return left, most - left
 
 
-def coarse(parts: Parts, seconds: Callable[[Cost], float]) -> Parts:
+def coarse(parts: Parts, seconds: Callable[[Cost], float], queue_s: float = 0.0) -> Parts:
     """Return a module's instructions, combined: the bytes that stay, the peak above them, the time of all kernels.
 
     The peak of a step does not change, because the module's peak occurs at one time. For searches.
+
+    Args:
+        queue_s: seconds of the host for a kernel.
     """
-    forward = _coarse(parts.forward, seconds, parts.output, dict[int, int]())
+    forward = _coarse(parts.forward, (seconds, queue_s), parts.output, dict[int, int]())
     kept = {one.tensor: one.nbytes for one in forward if one.kind == "make" and one.tensor == _KEPT}
-    return Parts(forward, _coarse(parts.backward, seconds, None, kept), parts.output)
+    return Parts(forward, _coarse(parts.backward, (seconds, queue_s), None, kept), parts.output)
 
 
 _KEPT: Final = -5
@@ -158,7 +163,10 @@ _EXTRA: Final = -6
 
 
 def _coarse(
-    run: Sequence[Instruction], seconds: Callable[[Cost], float], output: int | None, kept: Mapping[int, int]
+    run: Sequence[Instruction],
+    times: tuple[Callable[[Cost], float], float],
+    output: int | None,
+    kept: Mapping[int, int],
 ) -> tuple[Instruction, ...]:
     """Combine a forward (with its output) or a backward."""
     left, most = most_bytes(run)
@@ -170,10 +178,7 @@ def _coarse(
         for one in {INPUT, given}
         if one in dropped and one not in made
     ]
-    kernels = [one for one in run if one.kind == "run" and one.cost is not None]
-    took_s, launches = sum(seconds(one.cost) for one in kernels if one.cost), sum(one.launches for one in kernels)
-    work = [Instruction("run", "kernels", seconds=took_s, launches=launches)]
-    work += [one for one in run if one.kind in ("exchange", "copy")]
+    work = _works(run, *times)
     if kept_bytes := sum(one.nbytes for one in run if one.kind == "keep"):
         work.append(Instruction("keep", "gradients", nbytes=kept_bytes))
     ended_bytes = sum(one.nbytes for one in ends)
@@ -198,6 +203,22 @@ def _coarse(
     ]
     landed = [run[place], then, then._replace(kind="drop")] if lands else []
     return (first, *work, first._replace(kind="drop"), *landed, *ends, *last)
+
+
+def _works(run: Sequence[Instruction], seconds: Callable[[Cost], float], queue_s: float) -> list[Instruction]:
+    """Return the kernels between exchanges and copies as one run each, and these."""
+    works, took_s, least_s, launches = list[Instruction](), 0.0, 0.0, 0
+    for one in (*run, None):
+        if one is not None and one.cost is not None:
+            took_s, launches = took_s + (each_s := seconds(one.cost)), launches + one.launches
+            least_s = max(least_s + each_s, launches * queue_s)
+        elif one is None or one.kind in ("exchange", "copy"):
+            works += [Instruction("run", "kernels", seconds=took_s, launches=launches, least_s=least_s)] * bool(
+                launches
+            )
+            works += [one] if one is not None else []
+            took_s, least_s, launches = 0.0, 0.0, 0
+    return works
 
 
 def most_bytes(run: Iterable[Instruction]) -> tuple[int, int]:

@@ -61,9 +61,7 @@ class Clock:
         self._buffers_s = [0.0] * PINNED
         self._seconds: dict[Cost, float] = {}
         self._system, self._queued_s = system, 0.0
-        queued = (0.0, 0.0) if device.is_cpu else (device.queue_s, device.exchange_s)
-        self._queue_s = system.host_part * queued[0], system.exchange_part * queued[1]
-        """Seconds of the host for a kernel, and for a collective."""
+        self._queue_s = system.queue_s(device)
 
     def tick(self, event: Event) -> None:
         """Note what the engine issues."""
@@ -83,10 +81,15 @@ class Clock:
 
     # -- the compute lane -------------------------------------------------------------------------------------------
 
-    def compute(self, what: str, took_s: float, launches: int = 1) -> None:
-        """Run kernels, which the host queues before; they end no earlier than the host has queued them."""
+    def compute(self, what: str, took_s: float, launches: int = 1, least_s: float = 0.0) -> None:
+        """Run kernels, which the host queues before; they end no earlier than the host has queued them.
+
+        Args:
+            least_s: of several kernels, from the moment that the host begins to queue them.
+        """
+        begun_s = self._queued_s
         self._queued_s += launches * self._queue_s[0]
-        stop_s = max(self.now_s + took_s, self._queued_s)
+        stop_s = max(self.now_s + took_s, self._queued_s, begun_s + least_s)
         self.lanes.append(LaneSpan("compute", self.now_s, stop_s, what))
         self.now_s = stop_s
 

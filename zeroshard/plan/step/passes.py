@@ -158,7 +158,8 @@ class Passes:
                 self._storages.drop(storage)
         elif one.kind == "run":
             self._storages.queue(one.launches)
-            clock.compute(one.what, clock.kernel_s(one.cost) if one.cost is not None else one.seconds, one.launches)
+            took_s = clock.kernel_s(one.cost) if one.cost is not None else one.seconds
+            clock.compute(one.what, took_s, one.launches, one.least_s)
         elif one.kind == "late":
             # In a pipe the host waits for each message, so it is never ahead by as much.
             ahead = self._job.system.runs_ahead if self._job.pipe is None else 0

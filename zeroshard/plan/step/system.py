@@ -85,6 +85,12 @@ class System:
     has_cudnn: bool = False
     attention_factor: float = 1.0
 
+    def queue_s(self, device: Device) -> tuple[float, float]:
+        """Return the seconds of the host for a kernel, and for a collective."""
+        if device.is_cpu:
+            return 0.0, 0.0
+        return self.host_part * device.queue_s, self.exchange_part * device.exchange_s
+
 
 ZEROSHARD: Final = System(name="zeroshard")
 """This library: the engine's own schedule, which `table/step.py` has."""
