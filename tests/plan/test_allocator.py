@@ -14,9 +14,9 @@ from zeroshard.plan.machine.allocator import (
     Outcome,
     Retry,
     Rules,
-    round_bytes,
     simulate,
 )
+from zeroshard.plan.machine.rules import round_bytes
 
 MIB = 2**20
 
@@ -47,31 +47,6 @@ def test_sizes_are_rounded_to_512_bytes(asked: int, block: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "block"),
-    # Four sizes between 1 MiB and 2 MiB: steps of 256 KiB. Up to 512 bytes times the divisions, multiples of 512.
-    [
-        (1200 * 1024, 1280 * 1024),
-        (1280 * 1024, 1280 * 1024),
-        (2 * MIB, 2 * MIB),
-        (2 * MIB + 1, 2.5 * MIB),
-        (1100, 1536),
-        (2049, 2560),
-        (5121, 6144),
-    ],
-)
-def test_divisions_of_powers_of_two(asked: int, block: int) -> None:
-    assert round_bytes(asked, (4,) * 16) == block
-
-
-def test_divisions_go_by_interval() -> None:
-    divisions = (0, 2, *(8,) * 14)
-    assert round_bytes(MIB + 1, divisions) == MIB + 512  # [1, 2) MiB: none
-    assert round_bytes(2 * MIB + 1, divisions) == 3 * MIB  # [2, 4) MiB: two
-    assert round_bytes(8 * MIB + 1, divisions) == 9 * MIB  # above: eight
-    assert round_bytes(2**40 + 1, divisions) == 2**40 + 2**37  # the last interval has no end
-
-
-@pytest.mark.parametrize(
     ("asked", "segment"),
     [
         (1, 2 * MIB),
@@ -85,12 +60,6 @@ def test_divisions_go_by_interval() -> None:
 )
 def test_segments_come_in_three_sizes(asked: int, segment: int) -> None:
     assert simulate([alloc("a", asked)]).reserved_bytes == segment
-
-
-def test_the_size_of_large_segments_is_a_setting() -> None:
-    rules = Rules(large_segment_bytes=8 * MIB)
-    assert simulate([alloc("a", 3 * MIB)], rules).reserved_bytes == 8 * MIB
-    assert simulate([alloc("a", 10 * MIB)], rules).reserved_bytes == 10 * MIB
 
 
 def test_nothing_is_asked_for_zero_bytes() -> None:
@@ -157,22 +126,6 @@ def test_segments_do_not_join() -> None:
     assert outcome.reserved_bytes == 40 * MIB
 
 
-def test_blocks_from_the_limit_on_are_not_split() -> None:
-    rules = Rules(max_split_bytes=32 * MIB)
-    big = [alloc("a", 40 * MIB), *free("a")]
-    # Too large for a request below the limit; for one above it, only within 20 MiB.
-    assert simulate([*big, alloc("b", 11 * MIB)], rules).reserved_bytes == 52 * MIB
-    outcome = simulate([*big, alloc("b", 32 * MIB)], rules)
-    assert (outcome.allocated_bytes, outcome.reserved_bytes) == (40 * MIB, 40 * MIB)
-    bigger = [alloc("a", 60 * MIB), *free("a"), alloc("b", 40 * MIB)]
-    assert simulate(bigger, rules).reserved_bytes == 100 * MIB
-    assert simulate(bigger, Rules(max_split_bytes=32 * MIB, max_non_split_rounding_bytes=21 * MIB)).reserved_bytes == (
-        60 * MIB
-    )
-    # Without a limit both blocks come from the first one.
-    assert simulate(bigger).reserved_bytes == 60 * MIB
-
-
 # -- the device is full -----------------------------------------------------------------------------------------------
 
 
@@ -221,42 +174,6 @@ def test_a_program_may_go_on_after_it() -> None:
     allocator.free("a")
     assert allocator.allocate("b", 14 * MIB)
     assert (allocator.retries, allocator.reserved_bytes) == (2, 14 * MIB)
-
-
-def test_unsplittable_blocks_are_returned_first() -> None:
-    # What cannot be split is returned before all else, and as little of it as helps: no retry is counted.
-    rules = Rules(device_bytes=150 * MIB, max_split_bytes=32 * MIB)
-    made = [alloc("a", 40 * MIB), alloc("b", 50 * MIB), alloc("c", 12 * MIB), *free("a", "b", "c")]
-    one = simulate([*made, alloc("d", 70 * MIB)], rules)
-    assert (one.retries, one.reserved_bytes) == (0, 82 * MIB)  # both, for neither alone has 70 MiB
-    # The largest ones go first, and no more than are needed: here "b" and "a", and "e" stays.
-    three = simulate([alloc("e", 34 * MIB), *made[:2], *free("a", "b", "e"), alloc("d", 80 * MIB)], rules)
-    assert (three.retries, three.reserved_bytes) == (0, 114 * MIB)
-    small = simulate([*made, *(alloc(key, 30 * MIB) for key in "de")], rules)
-    assert (small.retries, small.reserved_bytes) == (0, 122 * MIB)  # the smallest of them, "a", is enough
-    assert blocks(small, only=BlockState.FREE)[0] == [(None, 50 * MIB)]
-
-
-def test_above_the_fraction_nothing_is_made() -> None:
-    rules = Rules(device_bytes=80 * MIB, allowed_bytes=40 * MIB)
-    assert simulate([alloc("a", 30 * MIB), alloc("b", 11 * MIB)], rules).out_of_memory is not None
-    assert simulate([alloc("a", 30 * MIB), alloc("b", 10 * MIB)], rules).out_of_memory is None
-    # What counts is the segment that would be made: 20 MiB for 5 MiB.
-    assert simulate([alloc("a", 30 * MIB), alloc("b", 5 * MIB)], rules).out_of_memory is not None
-
-
-def test_old_free_segments_are_collected() -> None:
-    rules = Rules(allowed_bytes=100 * MIB, collect_above=0.5)
-    made = [alloc("old", 20 * MIB), alloc("b", 22 * MIB), *free("old"), alloc("c", 21 * MIB), *free("b")]
-    # "c" finds 42 MiB and a threshold of 50: nothing is collected. "d" finds 64 MiB. Of the free segments, "old" was
-    # passed over by two searches and "b" by one, so "old" is above the average, and goes; that is all that was needed.
-    outcome = simulate([*made, alloc("d", 24 * MIB)], rules)
-    assert blocks(outcome) == [[(None, 22 * MIB)], [("c", 22 * MIB)], [("d", 24 * MIB)]]
-    assert outcome.retries == 0
-    assert simulate([*made, alloc("d", 24 * MIB)]).reserved_bytes == 88 * MIB
-    # Where that is not enough, the rest goes as well.
-    lower = Rules(allowed_bytes=100 * MIB, collect_above=0.43)
-    assert blocks(simulate([*made, alloc("d", 24 * MIB)], lower)) == [[("c", 22 * MIB)], [("d", 24 * MIB)]]
 
 
 # -- streams ----------------------------------------------------------------------------------------------------------
@@ -391,22 +308,6 @@ def test_events_that_cannot_be(events: list[Event], message: str) -> None:
         simulate(events)
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"power2_divisions": (4,)}, "needs 16 entries, got 1"),
-        ({"power2_divisions": (3,) * 16}, "must be powers of two or 0"),
-        ({"max_split_bytes": MIB}, "must be at least large_segment_bytes = 20971520, got 1048576"),
-        ({"max_split_bytes": 64 * MIB, "is_expandable": True}, "cannot be combined with is_expandable"),
-        ({"large_segment_bytes": 3 * MIB}, "must be a multiple of 2097152, got 3145728"),
-        ({"collect_above": 1.0}, r"must be in \[0, 1\), got 1.0"),
-    ],
-)
-def test_settings_that_cannot_be(settings: dict[str, object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        Rules(**settings)  # type: ignore[arg-type]
-
-
 # -- against a model that is slow and plain ---------------------------------------------------------------------------
 
 
@@ -444,21 +345,19 @@ class Plain:
         self.waiting = [entry for entry in self.waiting if entry[1]]
         self.join()
         size = max(512, -(-num_bytes // 512) * 512)
-        small, limit = size <= MIB, self.rules.max_split_bytes or 2**60
+        small = size <= MIB
         fits = [
             row
             for row in self.rows
             if row[4] == "free" and self.segments[row[0]][:2] == (stream, small) and row[2] >= size
         ]
         row = min(fits, key=lambda row: (row[2], row[0], row[1]), default=None)
-        if row is not None and (size < limit <= row[2] or (size >= limit and row[2] >= size + 20 * MIB)):
-            row = None
         if row is None:
             row = self.make(key, stream, small, size)
         if row is None:
             return False
         rest = row[2] - size
-        if rest >= 512 if small else (rest > MIB and size < limit):
+        if rest >= 512 if small else rest > MIB:
             self.rows.insert(self.rows.index(row) + 1, [row[0], row[1] + size, rest, None, "free"])
             row[2] = size
         row[3:] = key, "allocated"
@@ -467,23 +366,8 @@ class Plain:
 
     def make(self, key: object, stream: int, small: bool, size: int) -> list | None:
         wanted = 2 * MIB if small else 20 * MIB if size < 10 * MIB else -(-size // (2 * MIB)) * 2 * MIB
-        limit, device = self.rules.max_split_bytes or 2**60, self.rules.device_bytes or 2**60
-        is_enough = self.reserved() + wanted <= device
-        if not is_enough and limit < 2**60:
-            target = max(size, limit)
-            whole = sorted(
-                (row for row in self.rows if row[4] == "free" and self.segments[row[0]][:2] == (stream, small)),
-                key=lambda row: (row[2], row[0], row[1]),
-            )
-            enough = [row for row in whole if row[2] >= target]
-            gone = enough[:1]
-            if not enough:
-                while whole and whole[-1][2] >= limit and sum(row[2] for row in gone) < target:
-                    gone.append(whole.pop())
-            self.rows = [row for row in self.rows if not any(row is one for one in gone)]
-            # Too little is no success, even where it would be enough for the driver.
-            is_enough = sum(row[2] for row in gone) >= target and self.reserved() + wanted <= device
-        if not is_enough:
+        device = self.rules.device_bytes or 2**60
+        if self.reserved() + wanted > device:
             for row in self.rows:
                 if row[4] == "waiting":
                     row[3:] = None, "free"
@@ -559,14 +443,11 @@ def shown(allocator: Allocator) -> list[tuple[int, int, object, str]]:
 
 
 @pytest.mark.product
-@pytest.mark.parametrize("limits", ["none", "device", "split", "both"])
+@pytest.mark.parametrize("is_limited", [False, True])
 @pytest.mark.parametrize("number", range(20))
-def test_all_rules_together_are_those_of_the_plain_model(number: int, limits: str) -> None:
+def test_all_rules_together_are_those_of_the_plain_model(number: int, is_limited: bool) -> None:
     r = random.Random(number)
-    rules = Rules(
-        device_bytes=r.randrange(150, 500) * MIB if limits in ("device", "both") else None,
-        max_split_bytes=r.randrange(20, 48) * MIB if limits in ("split", "both") else None,
-    )
+    rules = Rules(device_bytes=r.randrange(150, 500) * MIB if is_limited else None)
     fast, plain = Allocator(rules), Plain(rules)
     for event in draw_events(r, length=300, num_streams=r.choice([1, 1, 3])):
         went_well = step(fast, event)

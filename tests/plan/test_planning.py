@@ -25,6 +25,7 @@ from zeroshard.plan.named import OPTIMIZERS, PRECISIONS
 from zeroshard.plan.planning import make_plan
 from zeroshard.plan.result import Plan, verdict_of
 from zeroshard.plan.shape.shapes import SHAPES, read_config
+from zeroshard.plan.step.film import calls_of
 
 BLOCKED = """
 import sys
@@ -130,8 +131,10 @@ def test_a_config_file_is_read(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert read_config(tmp_path).numel() == SHAPES["llama-3-8b"].numel()
     assert make_plan(tmp_path, world_size=8).parameters_numel == SHAPES["llama-3-8b"].numel()
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "rwkv"}))
-    with pytest.raises(ValueError, match="no shape supports model_type 'rwkv'"):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mambo"}))
+    with pytest.raises(ValueError, match="shapes support no model_type 'mambo'"):
+        read_config(tmp_path)
+    with pytest.raises(ValueError, match="`mambo`"):  # nor does Transformers
         make_plan(str(tmp_path), world_size=8)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ValueError, match="not a readable config"):
@@ -164,9 +167,9 @@ def test_a_config_file_is_read(tmp_path: Path) -> None:
         ({"world_size": 8, "residency": "C9"}, ValueError, "residency must be a zs.Residency or one of C1"),
         ({"world_size": 8, "stage": 4}, ValueError, "stage must be one of"),
         (
-            {"world_size": 8, "seq": 10**6},
+            {"world_size": 8, "batch_tokens": 10**6},
             ValueError,
-            "takes sequences of at most 8,192 tokens; got sequence=1,0",
+            r"batch_tokens=1,000,000 is no multiple of 32,768: 8 data rank\(s\), micro-batches of 1 x 4,096 tokens",
         ),
         ({"world_size": 8, "activations": "forget"}, ValueError, "there is no treatment 'forget'"),
         ({"world_size": 8, "inputs": [1]}, TypeError, "inputs: of modules only; llama-3-8b is a shape"),
@@ -252,7 +255,7 @@ def test_a_plan_as_json_has_its_numbers() -> None:
 
 def test_reserved_memory_is_that_of_the_simulated_allocator() -> None:
     plan = make_plan("gpt2", world_size=4, stage=2, device="a100-40")
-    one_step = simulate(plan.film.allocations(), Rules())
+    one_step = simulate(calls_of((*plan.film.before, *plan.film.events)), Rules())
     assert plan.peak_bytes <= one_step.peak_allocated_bytes
     assert plan.reserved_bytes >= one_step.peak_allocated_bytes
 

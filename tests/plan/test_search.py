@@ -84,11 +84,30 @@ def test_none_may_fit() -> None:
 
 
 @pytest.mark.rotates
-def test_a_global_batch_is_kept() -> None:
-    found = zs.search("gpt2", world_size=8, global_batch=64, **SMALL)  # type: ignore[arg-type]
+def test_a_step_has_the_tokens_that_are_asked_for() -> None:
+    found = zs.search("gpt2", world_size=8, batch_tokens=64 * 1024, **SMALL)  # type: ignore[arg-type]
     assert {one.options.tokens_per_step for one in found.candidates} == {64 * 1024}
     with pytest.raises(ValueError, match="has sizes that divide"):
-        zs.search("gpt2", world_size=8, global_batch=7, **SMALL)  # type: ignore[arg-type]
+        zs.search("gpt2", world_size=8, batch_tokens=7 * 1024, **SMALL)  # type: ignore[arg-type]
+
+
+def test_an_interrupted_search_has_the_best_so_far() -> None:
+    whole = zs.search("gpt2", world_size=8, **SMALL)  # type: ignore[arg-type]
+    told = list[tuple[int, int]]()
+
+    def interrupt(looked_at: int, count: int) -> None:
+        told.append((looked_at, count))
+        if looked_at == count // 2:
+            raise KeyboardInterrupt
+
+    found = zs.search("gpt2", world_size=8, progress=interrupt, **SMALL)  # type: ignore[arg-type]
+    count = told[0][1]
+    assert told == [(one, count) for one in range(1, count // 2 + 1)]
+    assert found.left_out == count - count // 2
+    names = {one.options for one in found.candidates}
+    assert names == {one.options for one in whole.candidates[: len(found.candidates)]}
+    assert found.best[8] is not None
+    assert f"(interrupted: {found.left_out} were not looked at)" in str(found)
 
 
 def test_a_search_as_json() -> None:

@@ -50,7 +50,8 @@ NATIVE: Final = Native(lands_together=False)
 """Of a program whose gradients wait one by one."""
 TOKEN_BYTES: Final = 8
 """Bytes of a token or target: torch's int64."""
-
+Timed = tuple[Device, str, str]
+"""A device, and dtypes of other kernels and of products."""
 
 EMBEDDINGS: Final = ("wte", "embed_tokens")
 
@@ -414,13 +415,13 @@ def check_shape(model: Transformer, options: Options) -> None:
     """Raise if a shape cannot be split or used as requested.
 
     Raises:
-        ValueError: the tensor ranks do not divide heads or widths, the sequence exceeds the model's positions, or a
+        ValueError: the tensor ranks do not divide heads or widths, the sequence exceeds learned positions, or a
             schedule of the pipe is not supported.
     """
     layers_of(model, options.training.all_chunks, options.system.cut)
-    if options.sequence > model.sequence:
+    if options.sequence > model.sequence and model.block == "gpt2":
         raise ValueError(
-            f"{model.name} takes sequences of at most {model.sequence:,} tokens; got sequence={options.sequence:,}."
+            f"{model.name} learned {model.sequence:,} positions of tokens; got sequence={options.sequence:,}."
         )
     for name in ("heads", "kv_heads", "inner"):
         if getattr(model, name) % options.tensor:
@@ -485,11 +486,7 @@ def _written(model: Transformer, batch: int, sequence: int, tensor: int) -> Mapp
 
 @lru_cache(1024)
 def _parts(
-    model: Transformer,
-    load: Workload,
-    kind: str,
-    treatment: Treatment,
-    summed: tuple[tuple[Device, str, str], float] | None,
+    model: Transformer, load: Workload, kind: str, treatment: Treatment, summed: tuple[Timed, float] | None
 ) -> Parts:
     if summed is None and load.kernels.program == "nanotron":
         if treatment != Treatment():
@@ -505,7 +502,7 @@ def _parts(
     return coarse(_parts(model, load, kind, treatment, None), partial(_kernel_s, summed[0]), summed[1])
 
 
-def _kernel_s(kernels: tuple[Device, str, str], cost: Cost) -> float:
+def _kernel_s(kernels: Timed, cost: Cost) -> float:
     """Return the seconds of a kernel of a device, with a dtype, and another one of matrix products."""
     device, dtype, products = kernels
     return device.kernel_s(cost, products if cost.kind == "matmul" else dtype)

@@ -19,16 +19,7 @@ from zeroshard.table.owners import newton_schulz_cost
 from zeroshard.table.spec import BucketSpec, Formats, UnitSpec, itemsize
 from zeroshard.table.whole import make_updates
 
-__all__ = [
-    "OPTIMIZERS",
-    "PRECISIONS",
-    "States",
-    "Whole",
-    "kernel_bytes_of",
-    "own_units",
-    "specs_of",
-    "updates_of",
-]
+__all__ = ["OPTIMIZERS", "PRECISIONS", "States", "Whole", "kernel_bytes_of", "own_units", "specs_of", "updates_of"]
 
 Shape = tuple[int, ...]
 _WIDE: Final = "float32"

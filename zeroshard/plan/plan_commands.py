@@ -6,6 +6,8 @@ Plans of shapes work without torch.
 
 import dataclasses
 import json
+import sys
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Final
 
@@ -29,6 +31,11 @@ TRIED: Final = (
 """Arguments of `zs.plan` that are options of the same name, and of which a search tries values."""
 
 
+SAME: Final = ("seq", "precision", "optimizer", "batch_tokens")
+"""Arguments that a search has, too."""
+SHOWN_EVERY_S: Final = 0.5
+
+
 def add_commands(app: "typer.Typer", show: Print, fail: Callable[[str], None]) -> None:
     """Add `plan` to the command line.
 
@@ -41,7 +48,11 @@ def add_commands(app: "typer.Typer", show: Print, fail: Callable[[str], None]) -
     def plan(
         context: typer.Context,
         model: Annotated[
-            str, typer.Argument(help="A bundled shape, or a config.json or its folder; --list shows shapes.")
+            str,
+            typer.Argument(
+                help="A bundled shape (--list), a config.json or its folder, or package.module:function, which returns "
+                "a module, or a module and its inputs."
+            ),
         ] = "",
         ranks: Annotated[str, typer.Option(help="Number of processes; with --search, several: 8,16,32.")] = "8",
         device: Annotated[str, typer.Option(help="A preset, this (see doctor), or a profile.")] = "h100-80",
@@ -64,6 +75,7 @@ def add_commands(app: "typer.Typer", show: Print, fail: Callable[[str], None]) -
         recompute: Annotated[bool, typer.Option("--recompute", help="Of the pipe: chunks run again.")] = False,
         optimizer: Annotated[str, typer.Option(help="adamw, adamw8bit, muon, lion, ...")] = "adamw",
         micro_batches: Annotated[int, typer.Option(help="Of a step.")] = 1,
+        batch_tokens: Annotated[int | None, typer.Option(help="Of a step, instead of --micro-batches.")] = None,
         no_sync: Annotated[bool, typer.Option("--no-sync", help="Reduce gradients in the last of them only.")] = False,
         host: Annotated[float | None, typer.Option(help="Host memory of a node in GB; replaces the preset's.")] = None,
         system: Annotated[
@@ -80,14 +92,17 @@ def add_commands(app: "typer.Typer", show: Print, fail: Callable[[str], None]) -
         try:
             where = device_for(device)
             where = where if host is None else dataclasses.replace(where, host_bytes=int(host * 1e9))
-            counts, same = _numbers(ranks), {name: context.params[name] for name in ("seq", "precision", "optimizer")}
+            counts, same = _numbers(ranks), {name: context.params[name] for name in SAME}
             if as_search:
                 sources = {name: context.get_parameter_source(name) for name in TRIED}
                 given = [name for name, one in sources.items() if one is not None and one.name != "DEFAULT"]
                 if given:
                     option = given[0].replace("_", "-")
                     raise ValueError(f"--search tries values of --{option} itself; leave it out, or use zs.search().")
-                found = search(model, world_size=counts, device=where, offload=_places(offload), **same)
+                show_progress = _Progress() if sys.stderr.isatty() else None
+                found = search(
+                    model, world_size=counts, device=where, offload=_places(offload), progress=show_progress, **same
+                )
                 show(json.dumps(found.to_json()) if as_json else str(found))
                 return
             if len(counts) > 1:
@@ -98,7 +113,7 @@ def add_commands(app: "typer.Typer", show: Print, fail: Callable[[str], None]) -
             asked |= {"world_size": counts[0], "device": where, "offload": offload}
             made = make_plan(model, **asked)
             others = [make_plan(model, **asked, system=name.strip()) for name in system.split(",") if name.strip()]
-        except (ValueError, TypeError, OSError) as error:
+        except (ValueError, TypeError, OSError, ImportError) as error:
             fail(str(error))
             return
         if others:
@@ -108,6 +123,20 @@ def add_commands(app: "typer.Typer", show: Print, fail: Callable[[str], None]) -
             show(json.dumps(made.to_json()) if as_json else str(made))
 
     app.command()(plan)
+
+
+class _Progress:
+    """Writes how far a search is, on one line that each text replaces; Ctrl-C ends the search with what it has."""
+
+    def __init__(self) -> None:
+        self._shown_s = 0.0
+
+    def __call__(self, looked_at: int, count: int) -> None:
+        if looked_at == count or time.monotonic() > self._shown_s + SHOWN_EVERY_S:
+            self._shown_s = time.monotonic()
+            text = f"{looked_at:,} of {count:,} configurations; Ctrl-C shows the best of these"
+            sys.stderr.write("\r\x1b[K" + text * (looked_at < count))
+            sys.stderr.flush()
 
 
 def _places(asked: str | None) -> tuple[str, ...]:

@@ -17,13 +17,9 @@ from zeroshard.describe.offload import Offload, OffloadLike, reached, text_of
 from zeroshard.describe.parameters import ParametersLike
 from zeroshard.describe.rows import StageLike
 from zeroshard.describe.treatments import ActivationsLike
-from zeroshard.plan.job import (
-    Options,
-    activations_of_shape,
-    check_options,
-    job_of_shape,
-    outside_bytes_of,
-)
+from zeroshard.plan import sums
+from zeroshard.plan.given import inputs_of, module_of
+from zeroshard.plan.job import Options, activations_of_shape, check_options, job_of_shape, outside_bytes_of
 from zeroshard.plan.machine.allocator import Action, Rules, simulate
 from zeroshard.plan.machine.allocator import Event as Call
 from zeroshard.plan.machine.hardware import Device
@@ -38,7 +34,6 @@ from zeroshard.plan.step.rank_job import Job
 from zeroshard.plan.step.simulate import make_film, resident_bytes
 from zeroshard.plan.step.system import ZEROSHARD, System
 from zeroshard.plan.step.turns import shown_ranks
-from zeroshard.plan.sums import compute_dtype_of, element_bytes_of, flops_of, host_bytes_of, notes_of, save_bytes_of
 from zeroshard.plan.systems import precision_of_system, system_named
 from zeroshard.plan.trying import changes_of
 from zeroshard.table.cells import Residency
@@ -73,6 +68,7 @@ def make_plan(
     sequence_parallel: bool = False,
     optimizer: Any = "adamw",
     micro_batches: int = 1,
+    batch_tokens: int | None = None,
     shared_memory: bool = True,
     zeros: float | None = None,
     fused: bool = False,
@@ -101,8 +97,9 @@ def make_plan(
 
     Args:
         model: the name of a bundled shape (`zeroshard.plan.shape.shapes.SHAPES`), the path of a Transformers
-            `config.json` or its folder, a `Transformer`, a configuration object of Transformers, or any `nn.Module`,
-            which may be on the meta device and is not changed.
+            `config.json` or its folder, "package.module:function" (the function returns a module, or a module and its
+            inputs), a `Transformer`, a configuration object of Transformers, or any `nn.Module`, which may be on the
+            meta device and is not changed.
         world_size: number of ranks.
         device: the name of a preset (`zeroshard.plan.machine.hardware.DEVICES`), or a `Device`, such as the profile of
             `zeroshard doctor`.
@@ -121,13 +118,14 @@ def make_plan(
             several, as in `zs.shard`. "muon" and "adafactor" have the groups of `zs.optim.muon_groups`, over all
             parameters.
         micro_batches: number of micro-batches per step.
+        batch_tokens: tokens of a step, over all ranks, from which the number of micro-batches follows.
         shared_memory: whether CPU ranks of one host read each other's memory, as in `zs.Settings(shared_memory=)`.
         zeros: for compressed activations of a module, the fraction of zeros in the results of ReLUs, from 0 to 1. By
             default these results count as uncompressed, and a note says so.
         fused: whether the optimizer has `fused=True`. On a CPU, torch's default updates parameters in a loop, with
             temporary memory.
-        inputs: for modules, the positional or keyword arguments of forward for one micro-batch; by default, tokens and
-            labels of `batch` and `seq` for language models of Transformers. Tokens are counted in these inputs, or
+        inputs: for modules, the positional or keyword arguments of forward for one micro-batch; by default, what models
+            of Transformers take, with `batch` and `seq`. Tokens are counted in these inputs, or
             samples if no input has integers.
         loss: for modules, a function from the output to the loss; by default the output itself, its `loss`, or its sum.
         units: for modules, as in `zs.shard`.
@@ -178,7 +176,8 @@ def make_plan(
     ranks = check_count("world_size", world_size) // islands
     ranks //= 1 if hasattr(mesh, "mesh_dim_names") else check_count("pipe", pipe)
     resolved = resolve(sharing, ranks, tensor=check_count("tensor", tensor), precisions=PRECISIONS)
-    model = _module_of(model)
+    model, own_inputs = module_of(model)
+    inputs = own_inputs if inputs is None else inputs
     shape = None if hasattr(model, "named_parameters") else shape_of(model)
     name, optimizers = optimizers_named(optimizer, model if shape is None else None, ignored)
     chosen = _precision_of(resolved.precision, shape)
@@ -224,6 +223,8 @@ def make_plan(
         system=system,
     )
     check_options(options)
+    if batch_tokens is not None:
+        options = dataclasses.replace(options, micro_batches=sums.micro_batches_of(batch_tokens, options))
     given = {"inputs": inputs, "loss": loss, "units": units, "reads": reads, "parallelize": parallelize}
     given |= {"ignored": ignored or None, "cut": cut}
     if shape is None and sequence_parallel:
@@ -294,17 +295,6 @@ def optimizers_named(asked: Any, model: Any = None, ignored: Sequence[object] = 
     return asked if isinstance(asked, str) else name_of(found), found
 
 
-def _module_of(model: Any) -> Any:
-    """Return what is to be planned; of a configuration object of Transformers the model, on the meta device."""
-    if not hasattr(model, "model_type") or hasattr(model, "named_parameters"):
-        return model
-    import torch
-    import transformers
-
-    with torch.device("meta"):
-        return transformers.AutoModelForCausalLM.from_config(model)
-
-
 def plan_module(
     model: Any,
     options: Options,
@@ -323,9 +313,9 @@ def plan_module(
             optimizer cannot be sharded.
     """
     from zeroshard.optim.admission import check_optimizers  # torch is needed for modules only
-    from zeroshard.plan.traced import Traced, language_inputs, learn_chunks, trace_job
+    from zeroshard.plan.traced import Traced, learn_chunks, trace_job
 
-    given = inputs if inputs is not None else language_inputs(model, options.batch, options.sequence)
+    given = inputs if inputs is not None else inputs_of(model, options.batch, options.sequence)
     personality = "cpu" if options.device.is_cpu else "cuda"
     homes = {id(parameter): name for name, parameter in model.named_parameters()}
     check_optimizers(homes, options.optimizers, options.elementwise, is_cut=options.row.is_cut)
@@ -387,10 +377,10 @@ def plan_shape(shape: Transformer, options: Options) -> Plan:
 
 def plan_place(shape: Transformer, options: Options, job: Job, place: int) -> Plan:
     """Return the plan of a place of a pipe, from its job; without a pipe there is one place."""
-    flops = flops_of(shape, options) * options.tokens_per_step
+    flops = sums.flops_of(shape, options) * options.tokens_per_step
     numels, kept = (shape.numel(), shape.used_numel()), activations_of_shape(shape, options)
     others = _other_ranks(shape, options, job, place)
-    return _plan(shape.name, numels, options, job, flops, kept, others, notes_of(options))
+    return _plan(shape.name, numels, options, job, flops, kept, others, sums.notes_of(shape, options))
 
 
 def _plan(
@@ -431,18 +421,18 @@ def _plan(
         film,
         first,
         flops,
-        save_bytes_of(job),
-        host_bytes_of(options, film),
+        sums.save_bytes_of(job),
+        sums.host_bytes_of(options, film),
         film.elsewhere_bytes.get("file", 0) * options.node_processes,
         outside_bytes_of(options),
         tuple(notes),
         tuple(unit.numel for unit in job.units),
-        element_bytes_of(job),
+        sums.element_bytes_of(job),
         activations,
         retries=_retries_of(first, film, reserved_bytes, options),
         owned_bytes=tuple(owned_bytes(job.updates, options.shard_ranks)),
         moved=text_of(reached(job.units)),
-        compute_dtype=compute_dtype_of(job),
+        compute_dtype=sums.compute_dtype_of(job),
         outer=job.outer,
     )
 

@@ -24,6 +24,7 @@ from zeroshard.plan.offloading import choose_offload
 from zeroshard.plan.planning import optimizers_named, plan_shape
 from zeroshard.plan.result import Plan
 from zeroshard.plan.shape.shapes import Transformer, shape_of
+from zeroshard.plan.sums import micro_batches_of
 from zeroshard.plan.trying import Candidate, candidate_of
 from zeroshard.table.stages import STAGES, row_of_stage
 
@@ -51,6 +52,7 @@ class Search:
         best: for each number of ranks, the plan of the fastest configuration that fits, or None.
         reasons: the reason for offload, for each number of ranks whose best plan offloads.
         offloads_tried: number of simulated configurations with offload; the best ones are among `candidates`.
+        left_out: number of configurations that an interrupted search did not look at.
     """
 
     model: Transformer
@@ -59,6 +61,7 @@ class Search:
     best: Mapping[int, Plan | None]
     reasons: Mapping[int, str] = field(default_factory=dict)
     offloads_tried: int = 0
+    left_out: int = 0
 
     def __str__(self) -> str:
         return _render(self)
@@ -74,6 +77,7 @@ class Search:
             "best": {ranks: plan and plan.to_json() for ranks, plan in self.best.items()},
             "reasons": dict(self.reasons),
             "offloads_tried": self.offloads_tried,
+            "left_out": self.left_out,
         }
 
 
@@ -90,8 +94,9 @@ def search(
     tensors: Sequence[int] = TENSORS,
     pipes: Sequence[int] = PIPES,
     activations: Sequence[str] = TREATMENTS,
-    global_batch: int | None = None,
+    batch_tokens: int | None = None,
     offload: Sequence[str] = ("host",),
+    progress: Callable[[int, int], None] | None = None,
 ) -> Search:
     """Simulate many configurations of a model, and return the frontier and the fastest configuration that fits.
 
@@ -101,11 +106,14 @@ def search(
             parallelism (within a node), treatments of activations. The search also tries one replica of the sharded
             state up to one per node.
         pipes: numbers of places of a pipe to try, with schedule "1f1b".
-        global_batch: sequences of a step, over all ranks; by default one micro-batch per step, and four for each place
-            of a pipe.
+        batch_tokens: tokens of a step, over all ranks, so that all configurations train equally; by default one
+            micro-batch per step, and four for each place of a pipe.
         offload: places for states, and for parameters at stage 3, in the order of trial: "host", and folders if the
             machines have a disk; () for no offload. The search offloads if nothing fits without offload, or if that is
             faster; `Search.reasons` says which. On a CPU, device and host share one memory, so nothing is moved.
+        progress: called with the number of configurations that were looked at, and of all.
+
+    A KeyboardInterrupt ends the search: the result has the configurations that were simulated before, without offload.
 
     Raises:
         ValueError: as `zs.plan`, or no configuration is possible.
@@ -143,7 +151,15 @@ def search(
         for ranks, row, batch, tensor, pipe in product(sizes, rows, batches, tensors, pipes)
         for options in _widths(_over(start, world_size=ranks, row=row, batch=batch, tensor=tensor, pipe=pipe))
     ]
-    candidates = [one for options in asked if (one := _try(shape, options, global_batch)) is not None]
+    candidates, looked_at = list[Candidate](), 0
+    try:
+        for looked_at, options in enumerate(asked, 1):
+            one = _try(shape, options, batch_tokens)
+            candidates += [one] if one is not None else []
+            if progress is not None:
+                progress(looked_at, len(asked))
+    except KeyboardInterrupt:
+        places = []  # what comes now takes a few seconds
     if not candidates:
         raise ValueError(f"No configuration of {shape.name} on {world_size} ranks has sizes that divide.")
     plan = lru_cache(maxsize=None)(partial(plan_shape, shape))
@@ -159,7 +175,7 @@ def search(
             best[ranks], reasons[ranks] = chosen.plan, chosen.reason
             candidates.append(chosen.candidate)
     found = tuple(candidates), tuple(frontier_of(candidates)), MappingProxyType(best), MappingProxyType(reasons)
-    return Search(shape, *found, tried)
+    return Search(shape, *found, tried, len(asked) - looked_at)
 
 
 def _over(start: Options, *, pipe: int, **changed: Any) -> Options:
@@ -199,16 +215,13 @@ def _widths(options: Options) -> Iterator[Options]:
         yield dataclasses.replace(options, replicas=2**power)
 
 
-def _try(shape: Transformer, options: Options, global_batch: int | None) -> Candidate | None:
+def _try(shape: Transformer, options: Options, batch_tokens: int | None) -> Candidate | None:
     """Simulate a configuration; None where its sizes do not divide."""
     if options.tensor > options.device.node_ranks:
         return None
-    if global_batch is not None:
-        at_once = options.batch * (options.place_ranks // options.tensor)
-        if at_once == 0 or global_batch % at_once:
-            return None
-        options = dataclasses.replace(options, micro_batches=global_batch // at_once)
     try:
+        if batch_tokens is not None:
+            options = dataclasses.replace(options, micro_batches=micro_batches_of(batch_tokens, options))
         check_options(options)
         check_shape(shape, options)
     except ValueError:
@@ -254,7 +267,9 @@ def _render(found: Search) -> str:
         )
         for one in shown
     ]
-    text = [f"{found.model.name}: {len(found.candidates):,} configurations; the frontier of memory and speed:", ""]
+    interrupted = f" (interrupted: {found.left_out:,} were not looked at)" if found.left_out else ""
+    count = f"{len(found.candidates):,} configurations{interrupted}"
+    text = [f"{found.model.name}: {count}; the frontier of memory and speed:", ""]
     text += aligned([heads, *rows])
     text += ["", "the fastest that fits:"]
     text += [

@@ -3,9 +3,11 @@
 It must not know how a step is simulated. Needs no torch.
 """
 
+import dataclasses
 from collections import Counter
 from typing import Final
 
+from zeroshard.describe.axes import check_count
 from zeroshard.plan.job import Options, treatment_of
 from zeroshard.plan.shape.shapes import Transformer
 from zeroshard.plan.step.film import Film
@@ -13,7 +15,15 @@ from zeroshard.plan.step.rank_job import Job
 from zeroshard.table.activations import Compressed, Offloaded, Partitioned
 from zeroshard.table.spec import itemsize
 
-__all__ = ["compute_dtype_of", "element_bytes_of", "flops_of", "host_bytes_of", "notes_of", "save_bytes_of"]
+__all__ = [
+    "compute_dtype_of",
+    "element_bytes_of",
+    "flops_of",
+    "host_bytes_of",
+    "micro_batches_of",
+    "notes_of",
+    "save_bytes_of",
+]
 
 PROCESS_BYTES: Final = 3 * 10**9
 """Of host memory: the interpreter and torch."""
@@ -50,6 +60,21 @@ def element_bytes_of(job: Job) -> tuple[int, int, int]:
     return itemsize(formats.param), itemsize(formats.grad), states + masters
 
 
+def micro_batches_of(batch_tokens: int, options: Options) -> int:
+    """Return the number of micro-batches of a step that has a number of tokens, over all ranks.
+
+    Raises:
+        ValueError: the tokens are no multiple of those of a micro-batch of all ranks.
+    """
+    each = dataclasses.replace(options, micro_batches=1).tokens_per_step
+    if each == 0 or check_count("batch_tokens", batch_tokens) % each:
+        raise ValueError(
+            f"batch_tokens={batch_tokens:,} is no multiple of {each:,}: {options.place_ranks // options.tensor} data "
+            f"rank(s), micro-batches of {options.batch} x {options.sequence:,} tokens. Change one of these numbers."
+        )
+    return batch_tokens // each
+
+
 def save_bytes_of(job: Job) -> int:
     """Return the bytes that a rank copies to the host for an asynchronous save: its masters and states."""
     total = 0
@@ -70,7 +95,7 @@ def host_bytes_of(options: Options, film: Film) -> int:
     return options.node_processes * (PROCESS_BYTES + film.host_peak_bytes)
 
 
-def notes_of(options: Options) -> list[str]:
+def notes_of(shape: Transformer, options: Options) -> list[str]:
     """Return what a plan of a shape does not predict."""
     found, chains = [], options.row.activations.chains
     links = [(link, treatment_of(chain, options)) for chain in chains for link in chain]
@@ -85,4 +110,6 @@ def notes_of(options: Options) -> list[str]:
         found.append("Products that are kept are counted as if they stayed on the device; inputs are offloaded.")
     if any(isinstance(link, Partitioned) and how.input_parts == 1 for link, how in links):
         found.append("Nothing is partitioned: there are no tensor ranks that hold the same activations.")
+    if options.sequence > shape.sequence:
+        found.append(f"{shape.name} is configured for {shape.sequence:,} tokens; the run must extend its positions.")
     return found

@@ -46,7 +46,7 @@ from zeroshard.table.whole import owned_bytes
 from zeroshard.torch_private import local_of
 from zeroshard.tree import find, map_floating
 
-__all__ = ["Traced", "language_inputs", "learn_chunks", "trace_job"]
+__all__ = ["Traced", "learn_chunks", "trace_job"]
 
 BOUNDED: Final = (
     "Compression of a ReLU's results, and of factors with one value besides zero, depends on values: these tensors "
@@ -80,22 +80,6 @@ class Traced:
     tokens: int
     notes: Sequence[str]
     others: Sequence[tuple[str, int, Job]] = ()
-
-
-def language_inputs(model: nn.Module, batch: int, sequence: int) -> Mapping[str, Tensor]:
-    """Return tokens and labels for a language model of Transformers, on the meta device.
-
-    Raises:
-        TypeError: the model is not a language model of Transformers.
-    """
-    config = getattr(model, "config", None)
-    if not hasattr(config, "vocab_size"):
-        raise TypeError(
-            f"plan() of a {type(model).__name__} needs inputs=: the arguments of its forward, with tensors on any "
-            "device."
-        )
-    size = (batch, sequence)
-    return {name: torch.zeros(size, dtype=torch.int64, device="meta") for name in ("input_ids", "labels")}
 
 
 def trace_job(

@@ -68,10 +68,8 @@ def candidate_of(shape: Transformer, options: Options) -> Candidate:
         passes_s, step_s = film.step_s - film.update_s, film.step_s
     host_bytes = options.node_processes * film.host_peak_bytes
     verdict = verdict_of(film.peak[0], outside_bytes_of(options), options, host_bytes)
-    movable_bytes = sum(film.resident_bytes[column] for column in MOVABLE)
-    movable_bytes += sum(
-        sum(one.held_gradient_bytes) for unit in job.units for one in unit.reduced if one.row.gradients.is_on_device
-    )
+    held = [sum(b.held_gradient_bytes) for unit in job.units for b in unit.reduced if b.row.gradients.is_on_device]
+    movable_bytes = sum(film.resident_bytes[column] for column in MOVABLE) + sum(held)
     return Candidate(options, film.peak[0], step_s, verdict, movable_bytes=movable_bytes, passes_s=passes_s)
 
 

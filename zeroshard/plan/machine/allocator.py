@@ -18,11 +18,11 @@ Note: how torch's allocator works
 
 The simulation makes two assumptions that traces do not contain: the driver provides segments at ascending addresses,
 and never reuses an address. The caller subtracts memory outside the allocator (context, NCCL) from `device_bytes`.
-Private pools (CUDA graphs, `MemPool`) are not modelled.
+Private pools (CUDA graphs, `MemPool`), and settings besides `expandable_segments`, are not modelled.
 
 Source: pytorch, c10/cuda/CUDACachingAllocator.cpp (`DeviceCachingAllocator`: `malloc`, `get_free_block`, `alloc_block`,
-`should_split`, `try_merge_blocks`, `release_available_cached_blocks`, `release_cached_blocks`, `unmap_block`,
-`garbage_collect_cached_blocks`) and c10/core/AllocatorConfig.h (constants, as installed with torch 2.13).
+`should_split`, `try_merge_blocks`, `release_cached_blocks`, `unmap_block`) and c10/core/AllocatorConfig.h (constants,
+as installed with torch 2.13).
 """
 
 from bisect import bisect_left
@@ -34,6 +34,7 @@ from zeroshard.plan.machine.memory_blocks import Block, BlockState, Pool, reach_
 from zeroshard.plan.machine.outcomes import Outcome, OutOfMemory, Piece, Retry, Segment
 from zeroshard.plan.machine.rules import (
     BLOCK_BYTES,
+    LARGE_SEGMENT_BYTES,
     LONE_BYTES,
     LONE_STEP_BYTES,
     SMALL_BYTES,
@@ -45,20 +46,7 @@ from zeroshard.plan.machine.rules import (
     round_bytes,
 )
 
-__all__ = [
-    "Action",
-    "Allocator",
-    "BlockState",
-    "Event",
-    "OutOfMemory",
-    "Outcome",
-    "Piece",
-    "Retry",
-    "Rules",
-    "Segment",
-    "round_bytes",
-    "simulate",
-]
+__all__ = ["Action", "Allocator", "BlockState", "Event", "Outcome", "Retry", "Rules", "simulate"]
 
 
 def simulate(events: Iterable[Event], rules: Rules | None = None) -> Outcome:
@@ -104,7 +92,6 @@ class Allocator:
     def __init__(self, rules: Rules | None = None) -> None:
         self._rules = rules or Rules()
         self._pools: dict[tuple[int, bool], Pool] = {}
-        self._searches: tuple[list[int], list[int]] = ([0], [0])
         self._heads: dict[int, Block] = {}
         self._live: dict[Hashable, Block | None] = {}
         # Per stream: blocks whose reuse waits for the stream, and the number of them that it has finished.
@@ -160,23 +147,18 @@ class Allocator:
                 raise ValueError(f"allocation {key!r}: bytes must not be negative, got {num_bytes}")
             self._live[key] = None  # torch requests nothing
             return True
-        rules = self._rules
         if self._caught_up:
             self._take_back()
-        size = round_bytes(num_bytes, rules.power2_divisions)
+        size = round_bytes(num_bytes)
         is_small = size <= SMALL_BYTES
         pool = self._pools.get((stream, is_small))
         if pool is None:
-            pool = self._pools[stream, is_small] = Pool(stream, self._searches[is_small], is_small=is_small)
+            pool = self._pools[stream, is_small] = Pool(stream, is_small=is_small)
         block = self._find(pool, size) or self._make(pool, size, key)
         if block is None:
             return False
         rest = block.size - size
-        if is_small or rules.is_expandable:
-            is_split = rest >= BLOCK_BYTES
-        else:
-            is_split = rest > SMALL_BYTES and (rules.max_split_bytes is None or size < rules.max_split_bytes)
-        if is_split:
+        if rest >= BLOCK_BYTES if is_small or self._rules.is_expandable else rest > SMALL_BYTES:
             pool.add(block.cut(size, BlockState.FREE))
         block.state, block.key, block.requested = BlockState.ALLOCATED, key, num_bytes
         self._live[key] = block
@@ -255,24 +237,15 @@ class Allocator:
 
     def _find(self, pool: Pool, size: int) -> Block | None:
         """Remove the best free block from the pool: the smallest that fits, by address among equal sizes."""
-        rules, free = self._rules, pool.free
-        pool.searches[0] += 1
+        free = pool.free
         place = bisect_left(free, (size,))
         if place == len(free):
             return None
-        if rules.is_expandable:
+        if self._rules.is_expandable:
             # A block before a gap counts with its maximum size, so the end of the segment is used last.
             while place + 1 < len(free) and reach_of(free[place + 1][2]) < reach_of(free[place][2]):
                 place += 1
-        found = free[place][2]
-        limit = rules.max_split_bytes
-        if limit is not None:
-            if size < limit <= found.size:
-                return None
-            if size >= limit and found.size >= size + rules.max_non_split_rounding_bytes:
-                return None
-        del free[place]
-        return found
+        return free.pop(place)[2]
 
     def _release(self, block: Block) -> None:
         block.state, block.key, block.requested = BlockState.FREE, None, 0
@@ -293,12 +266,7 @@ class Allocator:
 
     def _make(self, pool: Pool, size: int, key: Hashable) -> Block | None:
         """Get memory from the driver for a request, and return as little as possible; None on failure."""
-        rules = self._rules
-        if rules.collect_above > 0 and rules.allowed_bytes is not None:
-            self._collect(int(rules.collect_above * rules.allowed_bytes))
         block = self._ask(pool, size)
-        if block is None and self._release_oversize(pool, size):
-            block = self._ask(pool, size)
         if block is None:
             before = self._got
             self._release_all()
@@ -308,17 +276,10 @@ class Allocator:
 
     def _ask(self, pool: Pool, size: int) -> Block | None:
         """Request memory from the driver; return a block outside all pools, or None."""
-        rules = self._rules
-        if pool.is_small:
-            wanted = SMALL_SEGMENT_BYTES
-        elif size < LONE_BYTES:
-            wanted = rules.large_segment_bytes
-        else:
-            wanted = -(-size // LONE_STEP_BYTES) * LONE_STEP_BYTES
-        if rules.allowed_bytes is not None and self.reserved_bytes + wanted > rules.allowed_bytes:
-            return None
-        if rules.is_expandable:
+        if self._rules.is_expandable:
             return self._grow(pool, size)
+        is_lone = not pool.is_small and size >= LONE_BYTES
+        wanted = -(-size // LONE_STEP_BYTES) * LONE_STEP_BYTES if is_lone else self._page(pool)
         if not self._reserve(wanted):
             return None
         return self._new_segment(pool, wanted, BlockState.FREE)
@@ -348,22 +309,6 @@ class Allocator:
         self.reserved_bytes -= num_bytes
         self._got = self._got[0] + segments, self._got[1] + num_bytes
 
-    def _release_oversize(self, pool: Pool, size: int) -> bool:
-        """Return free blocks that are too large to split: one that is large enough, or else the largest."""
-        limit = self._rules.max_split_bytes
-        if limit is None:
-            return False
-        wanted = max(size, limit)
-        place = bisect_left(pool.free, (wanted,))
-        if place < len(pool.free):
-            self._drop(pool.free[place][2])
-            return True
-        released = 0
-        while released < wanted and pool.free and pool.free[-1][0] >= limit:
-            released += pool.free[-1][0]
-            self._drop(pool.free[-1][2])
-        return released >= wanted
-
     def _release_all(self) -> None:
         """Wait for all streams, then return each free segment, or each free page of an expandable segment."""
         for stream, queue in self._queues.items():
@@ -376,21 +321,6 @@ class Allocator:
                     self._unmap(block)
                 elif block.is_whole:
                     self._drop(block)
-
-    def _collect(self, above_bytes: int) -> None:
-        """Return whole free segments of large pools whose age exceeds the average."""
-        excess = self.reserved_bytes - above_bytes
-        if excess <= 0:
-            return
-        now = self._searches[False][0]
-        whole = [b for pool in self._pools.values() if not pool.is_small for _, _, b in pool.free if b.is_whole]
-        while excess > 0 and whole:
-            total = sum(now - block.born for block in whole)
-            oldest = [block for block in whole if (now - block.born) * len(whole) >= total]
-            for block in oldest:
-                excess -= block.size
-                self._drop(block)
-            whole = [block for block in whole if block not in oldest]
 
     # -- segments that grow -------------------------------------------------------------------------------------------
 
@@ -429,7 +359,7 @@ class Allocator:
         return block
 
     def _page(self, pool: Pool) -> int:
-        return SMALL_SEGMENT_BYTES if pool.is_small else self._rules.large_segment_bytes
+        return SMALL_SEGMENT_BYTES if pool.is_small else LARGE_SEGMENT_BYTES
 
     def _map(self, gap: Block, size: int) -> Block | None:
         """Map memory to the first `size` bytes of a gap, in whole pages; return the free block that contains them."""

@@ -27,7 +27,7 @@ class BlockState(Enum):
 class Block:
     """A range of addresses of one segment. When blocks merge, the leftmost block remains."""
 
-    __slots__ = ("address", "born", "key", "next", "pending", "pool", "prev", "requested", "size", "state", "uses")
+    __slots__ = ("address", "key", "next", "pending", "pool", "prev", "requested", "size", "state", "uses")
 
     def __init__(self, address: int, size: int, pool: "Pool", state: BlockState) -> None:
         self.address, self.size, self.pool, self.state = address, size, pool, state
@@ -37,7 +37,6 @@ class Block:
         self.requested = 0
         self.uses: list[int] = []  # other streams, by first use
         self.pending = 0  # streams with unfinished work from before the free
-        self.born = 0  # searches of the pool before this block was free, for collection by age
 
     @property
     def is_whole(self) -> bool:
@@ -72,18 +71,16 @@ class Block:
 class Pool:
     """Free blocks of one stream and size class by size, then address, and gaps of expandable segments by address."""
 
-    __slots__ = ("free", "gaps", "is_small", "searches", "stream")
+    __slots__ = ("free", "gaps", "is_small", "stream")
 
-    def __init__(self, stream: int, searches: list[int], *, is_small: bool) -> None:
+    def __init__(self, stream: int, *, is_small: bool) -> None:
         self.stream, self.is_small = stream, is_small
         self.free: list[tuple[int, int, Block]] = []
         self.gaps: list[tuple[int, Block]] = []
-        self.searches = searches  # one counter, shared by the pools of a size class
 
     def add(self, block: Block) -> None:
         """Add a free block or a gap without merging."""
         if block.state is BlockState.FREE:
-            block.born = self.searches[0]
             insort(self.free, (block.size, block.address, block))
         else:
             insort(self.gaps, (block.address, block))

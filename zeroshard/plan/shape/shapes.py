@@ -14,7 +14,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, Literal, final
 
-__all__ = ["Parameters", "SHAPES", "Transformer", "gpt", "read_config", "shape_named", "shape_of"]
+__all__ = ["NoShapeError", "Parameters", "SHAPES", "Transformer", "gpt", "read_config", "shape_named", "shape_of"]
 
 Parameters = tuple[tuple[str, int], ...]
 """Names and elements of parameters, in registration order."""
@@ -273,6 +273,10 @@ def shape_named(name: str) -> Transformer:
 _LLAMAS: Final = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "deepseek_v3")
 
 
+class NoShapeError(ValueError):
+    """A configuration that says its model's type, which no shape supports."""
+
+
 def read_config(path: str | Path) -> Transformer:
     """Return the shape that a Transformers `config.json` describes.
 
@@ -299,7 +303,11 @@ def shape_of_config(config: Mapping[str, Any], name: str) -> Transformer:
     """
     if not isinstance(config, Mapping):
         raise ValueError(f"{name}: a configuration is a mapping, got {type(config).__name__}.")
-    kind = config.get("model_type")
+    kind, biases = config.get("model_type"), [key for key in ("attention_bias", "mlp_bias") if config.get(key)]
+    if biases or kind not in ("gpt2", *_LLAMAS, None):
+        known = f"supported: gpt2, {', '.join(_LLAMAS)}"
+        what = f"have no {biases[0]}" if biases else f"support no model_type {kind!r} ({known})"
+        raise NoShapeError(f"{name}: shapes {what}. zs.plan and `zeroshard plan` trace the model itself.")
     try:
         if kind == "gpt2":
             shape = gpt(name, config["n_layer"], config["n_embd"], config["n_head"], config["vocab_size"])
@@ -308,25 +316,18 @@ def shape_of_config(config: Mapping[str, Any], name: str) -> Transformer:
             return replace(
                 shape, inner=inner, dropout=dropout, is_tied=is_tied, sequence=config.get("n_positions", 1024)
             )
-        if kind in _LLAMAS:
+        if kind is not None:
             return _of_llama(config, kind, name)
     except KeyError as error:
         raise ValueError(f"{name}: the configuration of {kind!r} has no {error.args[0]!r}.") from error
     except (TypeError, ValueError) as error:
         raise ValueError(f"{name}: the configuration of {kind!r} has an unsupported size: {error}") from error
-    raise ValueError(
-        f"{name}: no shape supports model_type {kind!r} (supported: gpt2, {', '.join(_LLAMAS)}). Pass the model "
-        "itself, on the meta device, to trace it."
-    )
+    raise ValueError(f"{name}: the configuration has no model_type.")
 
 
 def _of_llama(config: Mapping[str, Any], kind: str, name: str) -> Transformer:
     experts = config.get("num_local_experts") or config.get("num_experts") or config.get("n_routed_experts") or 0
     inner = config.get("moe_intermediate_size") if experts else None
-    if biases := [key for key in ("attention_bias", "mlp_bias") if config.get(key)]:
-        raise ValueError(
-            f"shapes have no {biases[0]}. Give the model itself, on the meta device, which is then traced."
-        )
     latent: tuple[int, ...] = ()
     if kind == "deepseek_v3":
         keys = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")

@@ -178,10 +178,6 @@ class Film:
                 live.pop(one.storage, None)
         return sorted(live.values(), key=lambda one: -one.nbytes)
 
-    def allocations(self) -> Iterator[rules.Event]:
-        """Yield the calls of the allocator, for `plan/machine/allocator.py`: this step after what was there before."""
-        return calls_of((*self.before, *self.events))
-
 
 def calls_of(events: Iterable[Event]) -> Iterator[rules.Event]:
     """Yield the calls of the allocator that events stand for."""

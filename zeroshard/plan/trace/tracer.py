@@ -19,12 +19,7 @@ from zeroshard.plan.trace.recorder import Recorder, unreadable
 from zeroshard.plan.trace.treated import Treated
 from zeroshard.plan.trace.uses import UnitWatch
 from zeroshard.torch_checks import check_tracing
-from zeroshard.torch_private import (
-    fake_errors,
-    fake_tensors,
-    run_backward,
-    while_inferring,
-)
+from zeroshard.torch_private import fake_errors, fake_tensors, run_backward, while_inferring
 from zeroshard.tree import find
 
 __all__ = ["trace_step"]

@@ -1,0 +1,92 @@
+"""Models by a text: functions by import path, configurations that no shape has, and tokens of a step."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from zeroshard.plan.given import inputs_of, module_of
+from zeroshard.plan.planning import make_plan
+
+transformers = pytest.importorskip("transformers")
+MODULE = """
+import torch
+
+def make():
+    return torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.ReLU(), torch.nn.Linear(32, 8)), [torch.zeros(5, 64)]
+
+def alone():
+    return torch.nn.Linear(4, 4)
+
+def wrong():
+    return 3
+"""
+SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+CONFIGURATIONS = {
+    "gemma3_text": {**SMALL, "vocab_size": 100, "num_key_value_heads": 1, "head_dim": 16, "sliding_window": 8},
+    "vit": {**SMALL, "image_size": 16, "patch_size": 8, "architectures": ["ViTForImageClassification"]},
+    "whisper": {
+        "d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2,
+        "decoder_attention_heads": 2, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "vocab_size": 100,
+        "max_source_positions": 20, "max_target_positions": 16, "num_mel_bins": 8, "pad_token_id": 0,
+        "decoder_start_token_id": 1, "architectures": ["WhisperForConditionalGeneration"],
+    },
+    "mamba": {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 100, "state_size": 4},
+    "t5": {"d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 1, "num_heads": 2, "vocab_size": 100,
+           "decoder_start_token_id": 0},
+}  # fmt: skip
+
+
+def test_a_function_by_its_import_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "some_models.py").write_text(MODULE)
+    monkeypatch.chdir(tmp_path)
+    plan = make_plan("some_models:make", world_size=2, stage=1)
+    assert plan.parameters_numel == 64 * 32 + 32 + 32 * 8 + 8
+    assert plan.asked.tokens_per_step == 2 * 5
+    model, inputs = module_of("some_models:alone")
+    assert model.weight.is_meta
+    assert inputs is None
+    for text, message in (
+        ("some_models:wrong", "returned a int, and no module"),
+        ("some_models:gone", "has no attribute 'gone'"),
+        ("no_such_models:make", "No module named 'no_such_models'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            module_of(text)
+    with pytest.raises(TypeError, match="needs inputs="):
+        make_plan("some_models:alone", world_size=2)
+
+
+@pytest.mark.parametrize("kind", CONFIGURATIONS)
+def test_configurations_that_no_shape_has_are_traced(kind: str, tmp_path: Path) -> None:
+    """Parameters are those of the model that Transformers builds, and its inputs those that its forward takes."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, **CONFIGURATIONS[kind]}))
+    plan = make_plan(tmp_path, world_size=2, stage=3, batch=2, seq=8, device="a100-40")
+    model, _ = module_of(tmp_path)
+    assert isinstance(model, nn.Module)
+    assert plan.parameters_numel == sum(one.numel() for one in model.parameters())
+    assert plan.verdict == "fits"
+
+
+def test_inputs_are_on_the_meta_device() -> None:
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(transformers.GPT2Config(n_layer=1, n_embd=8, n_head=1))
+    found = inputs_of(model, 3, 5)
+    assert {name: (*one.shape,) for name, one in found.items()} == {"input_ids": (3, 5), "labels": (3, 5)}
+    assert all(one.is_meta for one in found.values())
+
+
+def test_a_step_has_the_tokens_that_are_asked_for() -> None:
+    plan = make_plan("gpt2", world_size=8, tensor=2, batch=2, seq=512, batch_tokens=16384, device="a100-40")
+    assert plan.asked.micro_batches == 4
+    assert plan.asked.tokens_per_step == 16384
+    assert plan == make_plan("gpt2", world_size=8, tensor=2, batch=2, seq=512, micro_batches=4, device="a100-40")
+
+
+def test_a_context_may_be_longer_than_the_configuration() -> None:
+    longer = make_plan("llama-2-7b", world_size=8, stage=3, seq=8192)
+    assert longer.notes == ("llama-2-7b is configured for 4,096 tokens; the run must extend its positions.",)
+    with pytest.raises(ValueError, match="gpt2 learned 1,024 positions of tokens; got sequence=2,048"):
+        make_plan("gpt2", world_size=8, seq=2048)

@@ -1,0 +1,108 @@
+"""Models that a plan is given by a text: a function by its import path, a configuration of Transformers.
+
+Owns how such a model is built, on the meta device, and the inputs that it is traced with. It must not know plans. Needs
+torch only where there is a module.
+"""
+
+import importlib
+import inspect
+import re
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from zeroshard.plan.shape.shapes import SHAPES, NoShapeError, read_config
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+__all__ = ["inputs_of", "module_of"]
+
+IMPORTED: Final = re.compile(r"([A-Za-z_][\w.]*):([A-Za-z_]\w*)")
+CLASSES: Final = ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModel")
+"""Of Transformers, in the order of trial, for configurations that name no class."""
+
+
+def module_of(model: Any) -> tuple[Any, Any]:
+    """Return what is to be planned, and its inputs if it brings some; what is a shape is returned as it is.
+
+    Args:
+        model: "package.module:function" calls the function, which returns a module, or a module and its inputs; the
+            path of a `config.json` that no shape supports, and a configuration object, build the model of Transformers.
+
+    Raises:
+        ValueError: nothing can be imported or built from the text.
+    """
+    if isinstance(model, str) and (found := IMPORTED.fullmatch(model)) and not Path(model).exists():
+        return _called(model, *found.groups())
+    if isinstance(model, str | Path) and model not in SHAPES and Path(model).exists():
+        try:
+            return read_config(model), None
+        except NoShapeError:
+            from transformers import AutoConfig
+
+            return _built(AutoConfig.from_pretrained(str(model))), None
+    is_configuration = hasattr(model, "model_type") and not hasattr(model, "named_parameters")
+    return (_built(model) if is_configuration else model), None
+
+
+def _called(text: str, module: str, name: str) -> tuple[Any, Any]:
+    import torch
+
+    sys.path.insert(0, "")  # as `python -m` has it
+    try:
+        make = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"{text}: {error}. Give package.module:function of a package that can be imported.") from error
+    finally:
+        sys.path.remove("")
+    with torch.device("meta"):
+        made = make()
+    made, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+    if not hasattr(made, "named_parameters"):
+        raise ValueError(f"{text} returned a {type(made).__name__}, and no module, or module and inputs.")
+    return made, inputs
+
+
+def _built(config: Any) -> Any:
+    """Return the model of a configuration, on the meta device: of the class that it names, or of an automatic one.
+
+    Raises:
+        ValueError: Transformers builds no model of it.
+    """
+    import torch
+    import transformers
+
+    named = [getattr(transformers, one, None) for one in getattr(config, "architectures", None) or ()]
+    automatic = [getattr(transformers, one) for one in CLASSES]
+    known = next((one for one in automatic if type(config) in one._model_mapping), automatic[-1])
+    with torch.device("meta"):
+        return next(filter(None, named), known.from_config)(config)
+
+
+def inputs_of(model: "nn.Module", batch: int, sequence: int) -> "Mapping[str, Tensor]":
+    """Return inputs of a model of Transformers, on the meta device: tokens, an image or a sound, and labels.
+
+    Raises:
+        TypeError: the model is not one of Transformers, or takes something else.
+    """
+    import torch
+
+    config: Any = getattr(model, "config", None)
+    kind, takes = getattr(model, "main_input_name", ""), inspect.signature(model.forward).parameters
+    sizes, text = dict[str, list[int]](), torch.zeros(batch, sequence, dtype=torch.int64, device="meta")
+    if hasattr(config, "image_size"):
+        sides = config.image_size if isinstance(config.image_size, list | tuple) else [config.image_size] * 2
+        sizes["pixel_values"] = [getattr(config, "num_channels", 3), *sides]
+    if hasattr(config, "num_mel_bins") and hasattr(config, "max_source_positions"):
+        sizes["input_features"] = [config.num_mel_bins, 2 * config.max_source_positions]
+    if kind in sizes:
+        labels = {"labels" if "labels" in takes else "decoder_input_ids": text} if hasattr(config, "vocab_size") else {}
+        return {kind: torch.zeros(batch, *sizes[kind], device="meta"), **labels}
+    if not hasattr(config, "vocab_size"):
+        raise TypeError(
+            f"plan() of a {type(model).__name__} needs inputs=: the arguments of its forward, with tensors on any "
+            "device."
+        )
+    return {name: text for name in ("input_ids", "labels") if name in takes}
