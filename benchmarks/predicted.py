@@ -5,6 +5,7 @@
     python -m benchmarks.predicted --part offload
     python -m benchmarks.predicted --part owners
     python -m benchmarks.predicted --part pipe
+    python -m benchmarks.predicted --part others      # models of Transformers, whole, frozen in part, with adapters
 
 Owns the matrix of configurations and the comparison. `benchmarks/peaks.py` measures: each rank adds up the profiler's
 memory events, so nothing of what is judged comes from the engine's own count. Resident bytes are those of the tensors
@@ -20,6 +21,7 @@ Note: late frees
 import argparse
 import gc
 import itertools
+import random
 import statistics
 import tempfile
 import time
@@ -38,6 +40,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import zeroshard as zs
 from benchmarks.machine import circumstances, write_result
 from benchmarks.peaks import Block, measure_peak
+from tools.models import loss_of
+from tools.published import TINY
 from zeroshard.testing import run_ranks
 from zeroshard.train.models.gpt import GPT, GPTConfig
 from zeroshard.train.models.gpt import Block as GPTBlock
@@ -83,6 +87,8 @@ class Case:
         offloaded: the fraction of states in another memory, `place`: "host" or "file".
         brought: the fraction of parameters in that memory, at stage 3.
         optimizer: a key of `OPTIMIZERS`.
+        model: a key of `tools.published.TINY`; "" for this project's GPT.
+        trained: "all", "half" (the parameters after the first half are trained), or "adapters" (of PEFT's LoRA).
         pipe: the places of a pipe; `schedule`, `chunks`, `reduce` and `recompute` are those of `zs.pipeline`.
     """
 
@@ -102,6 +108,8 @@ class Case:
     brought: float = 0.0
     place: str = "host"
     optimizer: str = "adamw"
+    model: str = ""
+    trained: str = "all"
     vocabulary: int = 256
     pipe: int = 1
     schedule: str = "1f1b"
@@ -110,7 +118,10 @@ class Case:
     recompute: bool = False
 
     def __str__(self) -> str:
-        parts = [f"stage {self.stage}", f"{self.ranks} ranks", str(self.activations)]
+        parts = [self.model.partition(" ")[2]] * bool(self.model) + [f"{self.trained} trained"] * (
+            self.trained != "all"
+        )
+        parts += [f"stage {self.stage}", f"{self.ranks} ranks", str(self.activations)]
         parts += [f"tensor {self.tensor}"] * (self.tensor > 1)
         parts += ["split by tokens"] * self.is_sequence_parallel
         parts += [f"pipe {self.pipe}, {self.schedule}, reduced with the {self.reduce}"] * (self.pipe > 1)
@@ -162,12 +173,27 @@ class SplitAttention(nn.Module):
         return found
 
 
-def make_model(case: Case) -> GPT:
+def make_model(case: Case) -> nn.Module:
     """Return the model of a case."""
+    if case.model:
+        return partly_trained(TINY[case.model].make(), case.trained)
     config = GPTConfig(case.depth, case.context, case.vocabulary)
     model = GPT(config)
     for block in model.blocks if case.tensor > 1 else ():
         block.attention = SplitAttention(config)
+    return model
+
+
+def partly_trained(model: nn.Module, trained: str) -> nn.Module:
+    """Freeze what is not trained."""
+    if trained == "adapters":
+        from peft import LoraConfig, get_peft_model
+
+        found: nn.Module = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear"))  # type: ignore[arg-type]
+        return found
+    parameters = [*model.parameters()]
+    for parameter in parameters[: len(parameters) // 2 if trained == "half" else 0]:
+        parameter.requires_grad_(False)
     return model
 
 
@@ -196,8 +222,10 @@ def parallelize_sequence(model: nn.Module, mesh: DeviceMesh) -> None:
     parallelize_module(model, mesh, ends)
 
 
-def make_inputs(case: Case) -> tuple[Tensor, Tensor]:
-    """Return the tokens and targets of a micro-batch, or of all micro-batches of a pipe."""
+def make_inputs(case: Case) -> Any:
+    """Return the tokens and targets of a micro-batch, or of all micro-batches of a pipe; of other models their own."""
+    if case.model:
+        return TINY[case.model].inputs(torch.Generator().manual_seed(0))
     torch.manual_seed(0)
     size = (case.batch * (case.micro_batches if case.pipe > 1 else 1), case.context)
     return torch.randint(256, size), torch.randint(256, size)
@@ -249,6 +277,11 @@ def measure_rank(case: Case) -> Found:
     return Found(resident, between_bytes, live_bytes, max(block.live_bytes for block in steps[0]), at)
 
 
+def units_of(case: Case) -> list[type] | None:
+    """Return the units that are asked for."""
+    return None if case.model else [GPTBlock]
+
+
 def steps_of(case: Case) -> int:
     """Return how many steps are measured; see "Note: late frees"."""
     return SPLIT_STEPS if case.tensor > 1 else STEPS
@@ -279,7 +312,7 @@ def train(case: Case, resident: dict[str, int]) -> list[Any]:
     if mesh is not None and case.tensor > 1:
         splitting(case)(model, mesh["tensor"])
     optimizer = OPTIMIZERS[case.optimizer](model)
-    options: dict[str, Any] = {"stage": case.stage, "units": [GPTBlock], "activations": case.activations}
+    options: dict[str, Any] = {"stage": case.stage, "units": units_of(case), "activations": case.activations}
     options |= {"precision": case.precision, "settings": zs.Settings(shared_memory=case.shared_memory), "mesh": mesh}
     options["offload"] = offload_of(case, tempfile.gettempdir())
     if case.pipe > 1:
@@ -290,7 +323,8 @@ def train(case: Case, resident: dict[str, int]) -> list[Any]:
     for step in range(steps_of(case)):
         with record_function(f"{STEP}{step}"):
             for _ in range(case.micro_batches if pipe is None else 0):
-                (model(*inputs) / case.micro_batches).backward()
+                loss = loss_of(model(**inputs)) if case.model else model(*inputs)
+                (loss / case.micro_batches).backward()
             if pipe is not None:
                 pipe.step(inputs)
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -331,7 +365,8 @@ def predict(case: Case) -> list[Found]:
         shared_memory=case.shared_memory,
         zeros=ZEROS,
         inputs=make_inputs(replace(case, pipe=1)),
-        units=[GPTBlock],
+        units=units_of(case),
+        loss=loss_of if case.model else None,
         mesh=case.replicas,
         offload=offload_of(case, "/states"),
         optimizer=case.optimizer,
@@ -443,7 +478,32 @@ def pipe_matrix() -> Iterator[Case]:
     yield replace(case, stage=0, replicas=2)
 
 
+OTHERS = (
+    "GPT2LMHeadModel LlamaForCausalLM MistralForCausalLM MixtralForCausalLM Qwen3ForCausalLM Gemma2ForCausalLM "
+    "OPTForCausalLM BloomForCausalLM FalconForCausalLM MambaForCausalLM BertForMaskedLM DebertaV2ForMaskedLM "
+    "T5ForConditionalGeneration BartForConditionalGeneration ViTForImageClassification SwinForImageClassification "
+    "ConvNextForImageClassification ResNetForImageClassification SegformerForImageClassification "
+    "Dinov2ForImageClassification"
+).split()
+"""Models of Transformers: decoders, experts, encoders, both, and convolutions."""
+
+
+def others_matrix() -> Iterator[Case]:
+    """Yield three drawn configurations of each model; the draw is the same each time."""
+    for place, name in itertools.product(range(3), OTHERS):
+        r = random.Random(f"{name} {place}")
+        ranks = r.choice((1, 2, 3))
+        case = Case(r.choice((0, 3) if ranks == 1 else (0, 1, 2, 3)), ranks, model=f"transformers {name}")
+        activations = r.choice(("keep", "keep", "recompute", "recompute-rest", "offload", "recompute+offload"))
+        trained = r.choice(("all", "all", "half", "adapters"))
+        optimizer = r.choice(("adamw", "adamw", "muon", "adafactor")) if trained == "all" else "adamw"
+        offloaded = r.choice((0.0, 0.0, 1.0)) if optimizer == "adamw" else 0.0
+        case = replace(case, activations=activations, trained=trained, optimizer=optimizer, offloaded=offloaded)
+        yield replace(case, precision=r.choice(("fp32", "fp32", "bf16")), shared_memory=r.random() < 0.5)
+
+
 PARTS = {
+    "others": (others_matrix, RESULTS / "predicted_others.json"),
     "pipe": (pipe_matrix, RESULTS / "predicted_pipe.json"),
     "data": (matrix, RESULTS / "predicted.json"),
     "owners": (owners_matrix, RESULTS / "predicted_owners.json"),

@@ -44,6 +44,8 @@ MEMORY_DATA: Final = "memory, data parallel alone"
 MEMORY_TENSOR: Final = "memory, with tensor parallelism"
 MEMORY_OTHER: Final = "memory, other layouts"
 TIME: Final = "time"
+NEIGHBOURS: Final = 64
+"""Number of runs that are kept: rows of one run are neighbours, and a plan with its film takes megabytes."""
 LARGE: Final = 512
 """Number of rows from which on a file is planned on all processors."""
 
@@ -227,7 +229,7 @@ def token_flops(run: Run, source: str) -> float:
     return factor * layers * h**2 * (1 + s / (6 * h) + vocabulary / (16 * layers * h))
 
 
-@lru_cache(maxsize=8192)
+@lru_cache(maxsize=NEIGHBOURS)
 def step_s(run: Run) -> float:
     """Return the seconds of a step, as a search simulates it: a film with the operations of each unit combined."""
     return candidate_of(run.shape, run.options).step_s
@@ -264,7 +266,7 @@ _MEMORY: Final = MappingProxyType(
 )
 
 
-@lru_cache(maxsize=8192)
+@lru_cache(maxsize=NEIGHBOURS)
 def place_of(run: Run, place: int) -> Plan:
     """Return the plan of a place of the pipe. A place has no more micro-batches in flight than there are places."""
     options = run.options

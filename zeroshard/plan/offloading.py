@@ -22,7 +22,7 @@ from zeroshard.plan.result import Plan, verdict_of
 from zeroshard.plan.trying import Candidate
 from zeroshard.table.stages import row_of_stage
 
-__all__ = ["Chosen", "choose_offload"]
+__all__ = ["Chosen", "choose_offload", "may_fit"]
 
 MARGINS: Final = (0, 2, 5, 10, 20, 200)
 """Numbers of choices by which an offload grows until its full plan fits: full plans also count reserved memory."""
@@ -74,7 +74,7 @@ def choose_offload(
         if (alike := _alike(one.options)) in seen:
             continue
         seen.add(alike)
-        for place in places if _may_fit(one) else ():
+        for place in places if one.verdict != "fits" and may_fit(one) else ():
             made = _least(one, place, fastest, counted, whole)
             if made is not None and made[1].tokens_per_s > fastest:
                 candidate, found = made
@@ -106,10 +106,10 @@ def _alike(options: Options) -> tuple[Options, bool]:
     return dataclasses.replace(options, row=row), options.row.cuts_parameters
 
 
-def _may_fit(one: Candidate) -> bool:
-    """Return whether a configuration does not fit, but would if everything that offload can move took no memory."""
+def may_fit(one: Candidate) -> bool:
+    """Return whether a configuration would fit if everything that offload can move took no memory."""
     least_bytes = max(0, one.peak_bytes - one.movable_bytes)
-    return one.verdict != "fits" and verdict_of(least_bytes, outside_bytes_of(one.options), one.options) == "fits"
+    return verdict_of(least_bytes, outside_bytes_of(one.options), one.options) == "fits"
 
 
 def _least(

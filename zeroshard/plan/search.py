@@ -20,7 +20,7 @@ from zeroshard.plan.machine.hardware import Device
 from zeroshard.plan.machine.presets import device_named
 from zeroshard.plan.named import PRECISIONS
 from zeroshard.plan.numbers import aligned, thinned
-from zeroshard.plan.offloading import choose_offload
+from zeroshard.plan.offloading import choose_offload, may_fit
 from zeroshard.plan.planning import optimizers_named, plan_shape
 from zeroshard.plan.result import Plan
 from zeroshard.plan.shape.shapes import Transformer, shape_of
@@ -46,7 +46,7 @@ class Search:
     """The result of a search over configurations of one model.
 
     Args:
-        candidates: all simulated configurations.
+        candidates: all simulated configurations; micro-batches beyond the first that has no room are not simulated.
         frontier: the Pareto frontier of allocated memory and tokens per second, sorted by memory. Verdicts of the
             frontier include reserved memory; those of other candidates count only allocated memory.
         best: for each number of ranks, the plan of the fastest configuration that fits, or None.
@@ -148,14 +148,17 @@ def search(
     rows = [row for one in resolved for row in one.rows]
     asked = [
         options
-        for ranks, row, batch, tensor, pipe in product(sizes, rows, batches, tensors, pipes)
+        for ranks, row, batch, tensor, pipe in product(sizes, rows, sorted(batches), tensors, pipes)
         for options in _widths(_over(start, world_size=ranks, row=row, batch=batch, tensor=tensor, pipe=pipe))
     ]
-    candidates, looked_at = list[Candidate](), 0
+    candidates, looked_at, too_large = list[Candidate](), 0, set[Options]()
     try:
         for looked_at, options in enumerate(asked, 1):
-            one = _try(shape, options, batch_tokens)
-            candidates += [one] if one is not None else []
+            # Larger micro-batches need more memory: where one has no room in any way, none of these has.
+            kind = dataclasses.replace(options, batch=1)
+            if kind not in too_large and (one := _try(shape, options, batch_tokens)) is not None:
+                candidates.append(one)
+                too_large |= {kind} if one.verdict == "no" and not may_fit(one) else set()
             if progress is not None:
                 progress(looked_at, len(asked))
     except KeyboardInterrupt:

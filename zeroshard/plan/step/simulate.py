@@ -54,8 +54,8 @@ def make_film(job: Job, *, is_first: bool = False, is_settled: bool = False) -> 
     film = rank.step(is_first=is_first)
     if is_first or not (is_settled or job.is_repeated):
         return film
-    free = rank.place.free() if rank.place is not None else []
-    return _Rank(job, rank.storages.pooled(), rank.elsewhere.carried(), free).step(is_first=False)
+    left = rank.storages.pooled(), rank.elsewhere.carried(), rank.place.free() if rank.place is not None else []
+    return _Rank(job, *left).step(is_first=False) if any(left) else film
 
 
 @final
