@@ -118,9 +118,7 @@ class Case:
     recompute: bool = False
 
     def __str__(self) -> str:
-        parts = [self.model.partition(" ")[2]] * bool(self.model) + [f"{self.trained} trained"] * (
-            self.trained != "all"
-        )
+        parts = [f"{self.model.partition(' ')[2]}, {self.trained} trained"] * bool(self.model)
         parts += [f"stage {self.stage}", f"{self.ranks} ranks", str(self.activations)]
         parts += [f"tensor {self.tensor}"] * (self.tensor > 1)
         parts += ["split by tokens"] * self.is_sequence_parallel
@@ -178,10 +176,10 @@ def make_model(case: Case) -> nn.Module:
     if case.model:
         return partly_trained(TINY[case.model].make(), case.trained)
     config = GPTConfig(case.depth, case.context, case.vocabulary)
-    model = GPT(config)
-    for block in model.blocks if case.tensor > 1 else ():
+    own = GPT(config)
+    for block in own.blocks if case.tensor > 1 else ():
         block.attention = SplitAttention(config)
-    return model
+    return own
 
 
 def partly_trained(model: nn.Module, trained: str) -> nn.Module:
