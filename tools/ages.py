@@ -43,6 +43,8 @@ SPEAKS_OF: Final[Mapping[str, Sequence[str]]] = {
     "meta_memory": ("setup", "values"),
     "pipelines": (*ENGINE, "parallel"),
     "powerloss": CHECKPOINTS,
+    "predicted_others": (*ENGINE, "plan"),
+    "scorecard": ("evidence", "plan"),
     "predicted": (*ENGINE, "plan"),
     "torture": (*ENGINE, "checkpoint"),
     "trainer_memory": (*ENGINE, "integrations"),
