@@ -88,5 +88,5 @@ def test_a_step_has_the_tokens_that_are_asked_for() -> None:
 def test_a_context_may_be_longer_than_the_configuration() -> None:
     longer = make_plan("llama-2-7b", world_size=8, stage=3, seq=8192)
     assert longer.notes == ("llama-2-7b is configured for 4,096 tokens; the run must extend its positions.",)
-    with pytest.raises(ValueError, match="gpt2 learned 1,024 positions of tokens; got sequence=2,048"):
+    with pytest.raises(ValueError, match="gpt2 learned 1,024 positions; got sequence=2,048"):
         make_plan("gpt2", world_size=8, seq=2048)

@@ -420,9 +420,7 @@ def check_shape(model: Transformer, options: Options) -> None:
     """
     layers_of(model, options.training.all_chunks, options.system.cut)
     if options.sequence > model.sequence and model.block == "gpt2":
-        raise ValueError(
-            f"{model.name} learned {model.sequence:,} positions of tokens; got sequence={options.sequence:,}."
-        )
+        raise ValueError(f"{model.name} learned {model.sequence:,} positions; got sequence={options.sequence:,}.")
     for name in ("heads", "kv_heads", "inner"):
         if getattr(model, name) % options.tensor:
             raise ValueError(
