@@ -264,7 +264,14 @@ def _add_run_commands(app: typer.Typer) -> None:
 def _add_plan(app: typer.Typer) -> None:
     from zeroshard.plan.plan_commands import add_commands
 
-    add_commands(app, _say, _fail)
+    add_commands(app, _say, _fail, _tell_progress)
+
+
+def _tell_progress(done: int, count: int) -> None:
+    """Write how far a search is, on one line of a terminal that the next text replaces."""
+    if sys.stderr.isatty():
+        text = f"{done:,} of {count:,} configurations; Ctrl-C shows the best of these" * (done < count)
+        print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
 
 
 def _add_outer(app: typer.Typer) -> None:

@@ -6,8 +6,6 @@ Plans of shapes work without torch.
 
 import dataclasses
 import json
-import sys
-import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Final
 
@@ -33,15 +31,17 @@ TRIED: Final = (
 
 SAME: Final = ("seq", "precision", "optimizer", "batch_tokens")
 """Arguments that a search has, too."""
-SHOWN_EVERY_S: Final = 0.5
 
 
-def add_commands(app: "typer.Typer", show: Print, fail: Callable[[str], None]) -> None:
+def add_commands(
+    app: "typer.Typer", show: Print, fail: Callable[[str], None], tell_progress: Callable[[int, int], None]
+) -> None:
     """Add `plan` to the command line.
 
     Args:
         show: prints a text of one or more lines.
         fail: exits with a message about an error of the user.
+        tell_progress: shows how many configurations of how many a search has looked at.
     """
     import typer
 
@@ -99,9 +99,8 @@ def add_commands(app: "typer.Typer", show: Print, fail: Callable[[str], None]) -
                 if given:
                     option = given[0].replace("_", "-")
                     raise ValueError(f"--search tries values of --{option} itself; leave it out, or use zs.search().")
-                show_progress = _Progress() if sys.stderr.isatty() else None
                 found = search(
-                    model, world_size=counts, device=where, offload=_places(offload), progress=show_progress, **same
+                    model, world_size=counts, device=where, offload=_places(offload), progress=tell_progress, **same
                 )
                 show(json.dumps(found.to_json()) if as_json else str(found))
                 return
@@ -123,20 +122,6 @@ def add_commands(app: "typer.Typer", show: Print, fail: Callable[[str], None]) -
             show(json.dumps(made.to_json()) if as_json else str(made))
 
     app.command()(plan)
-
-
-class _Progress:
-    """Writes how far a search is, on one line that each text replaces; Ctrl-C ends the search with what it has."""
-
-    def __init__(self) -> None:
-        self._shown_s = 0.0
-
-    def __call__(self, looked_at: int, count: int) -> None:
-        if looked_at == count or time.monotonic() > self._shown_s + SHOWN_EVERY_S:
-            self._shown_s = time.monotonic()
-            text = f"{looked_at:,} of {count:,} configurations; Ctrl-C shows the best of these"
-            sys.stderr.write("\r\x1b[K" + text * (looked_at < count))
-            sys.stderr.flush()
 
 
 def _places(asked: str | None) -> tuple[str, ...]:
