@@ -131,3 +131,23 @@ def test_what_has_no_position_is_refused(tmp_path: Path) -> None:
     path = zero.save(tmp_path / "b")
     with pytest.raises(zs.CheckpointError, match="saved without loader="):
         zero.load(path, loader=zs.Resumable(DataLoader(DATA)))
+
+
+@pytest.mark.parametrize(("saved", "now", "here"), [(1, 2, 3), (2, 4, 3), (4, 2, 12), (3, 1, 18)])
+def test_other_ranks_share_what_all_have_read(saved: int, now: int, here: int) -> None:
+    states = [{"epoch": 2, "batches": 6, "batch_size": 2, "generator": torch.get_rng_state()}] * saved
+    loader = zs.Resumable(DataLoader(DATA, batch_size=2, sampler=DistributedSampler(DATA, now, 0)))
+    loader.take_over(states, now)
+    assert (loader.epoch, loader.state_dict()["batches"]) == (2, here)
+
+
+def test_each_epoch_has_its_own_order() -> None:
+    def sampler() -> DistributedSampler[object]:
+        return DistributedSampler(DATA, 2, 1, seed=4)
+
+    own, plain = sampler(), sampler()
+    expected = []
+    for epoch in range(2):
+        plain.set_epoch(epoch)
+        expected += [batch.tolist() for (batch,) in DataLoader(DATA, batch_size=3, sampler=plain)]
+    assert read(zs.Resumable(DataLoader(DATA, batch_size=3, sampler=own)), len(expected)) == expected

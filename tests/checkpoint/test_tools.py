@@ -288,3 +288,13 @@ def test_sizes_of_the_export_are_what_the_rig_has() -> None:
     model, _ = rig.build()
     assert model.convolution.weight.is_contiguous(memory_format=torch.channels_last)
     assert not model.convolution.weight.is_contiguous()
+
+
+def test_differences_of_all_pieces_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("zeroshard.checkpoint.diff.PIECE_NUMEL", 1)
+    trainer = small.Small(1).train(1)
+    one = trainer.zero.save(tmp_path / "step-1")
+    with trainer.zero.gathered(writeback=True), torch.no_grad():
+        trainer.model.weight += torch.tensor([[0.25, 0.5]])
+    (found,) = diff(one, trainer.zero.save(tmp_path / "other"))
+    assert (found.name, found.what) == ("weight", "2 of 2 elements differ, by at most 0.5")

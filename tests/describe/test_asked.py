@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 import zeroshard as zs
 from zeroshard.describe.asked import Asked, Resolved, choose, resolve
+from zeroshard.describe.axes import ranks_of
 from zeroshard.describe.offload import Offload, choices_for
 from zeroshard.describe.treatments import activations_of
 from zeroshard.plan.plan_commands import add_commands
@@ -300,3 +301,11 @@ def test_rows_that_cannot_have_what_is_asked_are_not_tried() -> None:
 def test_one_memory_of_device_and_host_moves_nothing() -> None:
     resolved = resolve(Asked(stage=3, offload="auto"), 4)
     assert choose(resolved, lambda *_: False, shares_memory=True) == (row_of_stage(3), None, True)
+
+
+def test_the_rank_behind_the_last_one_is_not_there() -> None:
+    mesh = SimpleNamespace(mesh_dim_names=("shard",), mesh=torch.tensor([1, 0]))
+    assert ranks_of(mesh, 2) == (1, 0)
+    mesh.mesh = torch.tensor([0, 2])
+    with pytest.raises(ValueError, match=r"mesh= has rank 2, and the process group has the ranks 0 to 1"):
+        ranks_of(mesh, 2)

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 import zeroshard as zs
 from tests import models
-from tests.oracle import STAGES, WATCHDOG_S, run_cases
+from tests.oracle import STAGES, WATCHDOG_S, assert_same, run_cases
 from zeroshard.table.errors import RankMismatchError
 from zeroshard.testing import run_ranks
 
@@ -114,3 +114,18 @@ def test_what_is_no_question_about_all_elements_is_refused() -> None:
     texts = run_cases(not_answered, 2, [()])[()][0]
     assert len(texts) == 4
     assert all("'stem.weight'" in text for text in texts)
+
+
+def equal_gradients() -> tuple[torch.Tensor, torch.Tensor]:
+    """Return histograms of a gradient of ones. Runs on a rank."""
+    model = torch.nn.Linear(4, 3, bias=False)
+    zs.shard(model, models.adamw(model), stage=3, settings=zs.Settings(watchdog_s=WATCHDOG_S))
+    model(torch.ones(1, 4)).sum().backward()
+    grad: Any = model.weight.grad
+    return torch.histc(grad, bins=5), grad.histc(5, 3.0, 3.0)
+
+
+def test_a_histogram_of_equal_elements_has_them_in_the_middle() -> None:
+    ones = torch.ones(3, 4)
+    for found in run_ranks(equal_gradients, 2):
+        assert_same(list(found), [torch.histc(ones, bins=5), torch.histc(ones, 5, 3.0, 3.0)], "histograms")

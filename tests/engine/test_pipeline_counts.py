@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import zeroshard as zs
 from tests import models
 from tests.rotation import third
+from zeroshard.parallel.cut import cut_model
 from zeroshard.table.pipeline import schedule_of
 from zeroshard.testing import run_ranks
 
@@ -138,3 +139,16 @@ def test_a_message_that_is_left_out_is_counted() -> None:
     assert expected_bytes("1f1b", 2, 0) - expected_bytes("1f1b", 2, 1) == HEADER_BYTES
     message = 4 * ROWS * models.WIDTH
     assert expected_bytes("interleaved", 2, 0) == 3 * MICRO * message + 2 * HEADER_BYTES
+
+
+class Words(nn.Module):
+    """An embedding that is larger than all blocks after it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(1000, 8)
+        self.blocks = nn.ModuleList(models.Block() for _ in range(4))
+
+
+def test_what_stands_before_the_first_block_counts_where_a_pipe_is_cut() -> None:
+    assert cut_model(Words(), None, 2).starts == ("blocks.1",)

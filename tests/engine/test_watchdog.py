@@ -14,6 +14,7 @@ import zeroshard as zs
 from tests import models
 from tests.oracle import STAGES, TIMEOUT_S, WATCHDOG_S, Sharded
 from zeroshard.testing import RankFailure, run_ranks
+from zeroshard.watch.pages import TEXT_BYTES, Pages
 from zeroshard.watch.watchdog import PATIENCE_S
 
 LIMIT_S = WATCHDOG_S + 2.0  # the wait itself, and what it takes to notice and to say so on two busy cores
@@ -238,3 +239,15 @@ def test_a_rank_that_handles_the_error_lives_on() -> None:
         run_ranks(one_rank_raises_and_the_other_handles_it, 2, timeout_s=TIMEOUT_S, grace_s=20.0)
     assert set(failure.value.errors) == {1}, failure.value
     assert failure.value.results[0][0] == zs.RankMismatchError.__name__, failure.value.results
+
+
+def test_a_text_that_is_being_read_is_not_overwritten() -> None:
+    pages = Pages(dist.HashStore(), 0, 1, "the first")
+    page = pages._pages[0]
+    first = 8 + page[0] * (TEXT_BYTES + 2)
+    for text in ("the second", "the third"):
+        read, before = pages.read(0), bytes(page[first : first + 2 + TEXT_BYTES])
+        pages.write(text)
+        assert bytes(page[first : first + 2 + TEXT_BYTES]) == before
+        assert pages.read(0) == text != read
+        first = 8 + page[0] * (TEXT_BYTES + 2)

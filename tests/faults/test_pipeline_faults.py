@@ -21,8 +21,10 @@ from torch.distributed.device_mesh import init_device_mesh
 import zeroshard as zs
 from tests import models
 from tests.rotation import third
-from zeroshard.table.pipeline import Action, Kind
+from zeroshard.parallel.finite import Finite
+from zeroshard.table.pipeline import Action, Kind, schedule_of
 from zeroshard.testing import RankFailure, run_ranks
+from zeroshard.wire.mesh import Mesh
 
 from .actions import watch_actions
 
@@ -327,3 +329,14 @@ def test_a_rank_that_is_lost_is_named_with_its_place_and_micro_batch(tmp_path: P
             until = re.sub(r"micro-batch (\d)", r"micro-batch [0-\1]", awaited)
             assert re.search(f"wait(s|ed) for {until}", text), text
         assert said.stat().st_mtime - began <= PROMISED_S[what], said.stat().st_mtime - began
+
+
+def test_the_first_value_of_all_steps_of_an_accumulation_is_named() -> None:
+    mesh = Mesh(0, 2, 0, torch.device("cpu"), (("pipe", 2),)).at_place()
+    finite, fine = Finite(mesh, schedule_of("gpipe", 2, 4)), torch.full((2,), torch.inf)
+    finite.keep(torch.tensor([torch.inf, 5.0]), is_last=False)
+    finite.keep(fine, is_last=True)
+    text = "was the activation of micro-batch 1 from pipe 0, seen by [rank 1/2]. "
+    assert finite.told().endswith(text), finite.told()
+    finite.keep(fine, is_last=True)  # the next accumulation
+    assert finite.told().startswith("All messages between places were finite")

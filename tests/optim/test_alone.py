@@ -380,3 +380,17 @@ def test_sparse_gradients_are_refused(name: str) -> None:
 def test_arguments_out_of_range_are_refused(make: Any, options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"got|must|should"):
         make(parameters(shapes=[(2, 2)]), **options)
+
+
+def test_lamb_and_adafactor_train_parameters_of_zeros() -> None:
+    """LAMB then takes the update as it is; Adafactor the least size of a parameter, as torch's does."""
+    (mine,) = made = [nn.Parameter(torch.zeros(40, 30))]
+    take_steps(made, zs.optim.Lamb(made, lr=0.01), 1)
+    assert mine.grad is not None
+    torch.testing.assert_close(mine.detach(), -0.01 * mine.grad / (mine.grad.abs() + 1e-6))
+    (mine,) = made = [nn.Parameter(torch.zeros(40, 30))]
+    (other,) = theirs = [nn.Parameter(torch.zeros(40, 30))]
+    take_steps(made, zs.optim.Adafactor(made, beta1=0.0), 1)
+    take_steps(theirs, torch.optim.Adafactor(theirs), 1)
+    torch.testing.assert_close(mine, other)
+    assert float(mine.detach().abs().amin()) > 0

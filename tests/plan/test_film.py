@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from zeroshard.describe.offload import Offload, row_with
 from zeroshard.describe.parameters import row_with_parameters
 from zeroshard.describe.rows import row_of
 from zeroshard.plan.job import Options, job_of_shape
@@ -218,3 +219,18 @@ def test_a_kernel_takes_the_longer_of_arithmetic_and_traffic() -> None:
     assert device.kernel_s(small, "bfloat16") == pytest.approx(
         2 * 1e12 / (989e12 * device.matmul_part * device.sustained_part)
     )
+
+
+def test_a_gather_begins_when_offloaded_parameters_are_there() -> None:
+    offload = Offload(parameters=1.0)
+    row = row_with(row_of_stage(3), offload, is_alone=False)
+    film = make_film(job_of_shape(GPT, options(row=row, offload=offload)))
+    brought: dict[str, list[float]] = {}
+    for one in film.lanes:
+        if one.lane == "back" and one.what.startswith("parameters of "):
+            name = one.what.removeprefix("parameters of ")
+            brought.setdefault("" if name == "the root" else name, []).append(one.stop_s)
+    gathers = [one for one in film.lanes if one.lane == "gather"]
+    assert len(gathers) == sum(map(len, brought.values())) > GPT.layers
+    for gather in gathers:
+        assert gather.start_s >= brought[gather.what].pop(0)

@@ -380,3 +380,16 @@ def test_a_traced_plan_plays_the_copies_of_offloaded_activations() -> None:
     # Over a slow bus the step takes as long as the copies, at least.
     assert waited.film.offload_s > 0
     assert waited.step_s >= (out + back) / 1e9 * 0.5 > kept.step_s
+
+
+def test_a_mixture_with_dense_layers_is_read(tmp_path: Path) -> None:
+    """The configuration that DeepSeek-V3 is published with, without what has no bearing on sizes."""
+    config = {
+        "model_type": "deepseek_v3", "hidden_size": 7168, "num_hidden_layers": 61, "num_attention_heads": 128,
+        "num_key_value_heads": 128, "intermediate_size": 18432, "moe_intermediate_size": 2048, "vocab_size": 129280,
+        "n_routed_experts": 256, "n_shared_experts": 1, "num_experts_per_tok": 8, "first_k_dense_replace": 3,
+        "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+        "max_position_embeddings": 163840,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert dataclasses.replace(read_config(tmp_path), name="deepseek-v3") == SHAPES["deepseek-v3"]

@@ -481,3 +481,19 @@ def test_a_loss_is_finite_at_once() -> None:
     model = on_meta(Picture)
     zs.shard(model)
     assert F.mse_loss(model(torch.ones(2, 3, 5, 5)), torch.zeros(2, 11)).isfinite()
+
+
+def test_buffers_alone_may_be_on_the_meta_device() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4, affine=False, device="meta"))
+    zs.shard(model)
+    assert torch.equal(model[1].running_var, torch.ones(4))
+    assert model(torch.ones(2, 3)).isfinite().all()
+
+
+def test_the_last_piece_of_a_file_may_have_one_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weights, "SLICE_BYTES", 32)  # two rows
+    expected = torch.arange(20.0).view(5, 4)
+    save_file({"weight": expected}, tmp_path / "a.safetensors")
+    found = torch.zeros(5, 4)
+    weights.Weights(tmp_path, nn.Linear(4, 5, bias=False)).read("weight", found)
+    assert torch.equal(found, expected)

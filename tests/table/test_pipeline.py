@@ -155,3 +155,10 @@ def test_split_backwards_are_refused_by_name(name: str) -> None:
 def test_other_numbers_are_refused(arguments: tuple[object, ...], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         schedule_of(*arguments)  # type: ignore[arg-type]
+
+
+def test_messages_take_their_time_between_places() -> None:
+    places, micro = 4, 6
+    spans = play(schedule_of("forward", places, micro), {Kind.FORWARD: [2.0] * places}, message_s=0.5)
+    # The last place begins after the forwards and the messages of those before it.
+    assert [place[-1][-1] for place in spans] == [at * (2.0 + 0.5) + micro * 2.0 for at in range(places)]

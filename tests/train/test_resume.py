@@ -5,6 +5,7 @@ import json
 import os
 import socket
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,8 +17,9 @@ from zeroshard.testing import RankFailure, run_ranks
 from zeroshard.train.config import differences, load_config
 from zeroshard.train.loop import train
 from zeroshard.train.models.gpt import GPT, GPTConfig
-from zeroshard.train.resume import check_folder, is_complete
+from zeroshard.train.resume import _reschedule, check_folder, is_complete
 from zeroshard.train.run import learning_rate_factor
+from zeroshard.train.settings import Train
 
 SMALL = [
     "model.depth=1",
@@ -377,3 +379,17 @@ def test_lines_are_on_the_disk_before_a_checkpoint(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "rename", watched_rename)
     _run(tmp_path, "run")
     assert order.index("metrics.jsonl") < order.index("step-00000006")
+
+
+def test_both_rates_of_muon_follow_another_rate():
+    before, now = Train(learning_rate=0.02), Train(learning_rate=0.005, weight_decay=0.0)
+    matrix, bias = torch.nn.Parameter(torch.ones(2, 2)), torch.nn.Parameter(torch.ones(2))
+    groups = [{"params": [matrix], "use_muon": True}, {"params": [bias], "use_muon": False}]
+    optimizer = zs.optim.Muon(groups, lr=0.02, adamw_lr=0.001)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    config = SimpleNamespace(train=now)
+    run = SimpleNamespace(config=config, optimizer=optimizer, scheduler=scheduler, changes=("",), factor=lambda _: 0.5)
+    _reschedule(run, before)
+    assert scheduler.base_lrs == pytest.approx([0.005, 0.00025])
+    assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.0025, 0.000125])
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.0, 0.0]

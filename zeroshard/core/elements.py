@@ -128,11 +128,11 @@ def _histogram(
     values: Tensor, ask: Callable[[Tensor], Tensor], bins: int = 100, min: float = 0, max: float = 0
 ) -> Tensor:
     """Return (bins,) element counts in equal parts of [min, max], or between the extremes, as `torch.histc` does."""
-    if min == max == 0:
+    if min == max:  # as torch does, whatever they are
         ends = ask(torch.cat([_extreme(values, is_largest=False), _extreme(values, is_largest=True)]))
         min, max = ends[:, 0].amin().item(), ends[:, 1].amax().item()
     if min == max:
-        min, max = min - 1, max + 1  # as torch does
+        min, max = min - 1, max + 1
     return ask(torch.histc(values, bins, min, max).double()).sum(0)
 
 

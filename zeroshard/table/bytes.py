@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Final, final
 
-from zeroshard.table.cells import DEVICE, Cell
+from zeroshard.table.cells import DEVICE, FAR, Cell
 from zeroshard.table.owners import plan_rounds
 from zeroshard.table.pool import Buffer, Buffers
 from zeroshard.table.schedule import ROOT
@@ -24,8 +24,6 @@ __all__ = ["Owned", "Updates", "add_bytes", "columns_of", "kept_bytes", "on_devi
 
 COLUMNS: Final = ("parameters", "gradients", "states", "padding", "transient")
 """Bytes of the device."""
-MEMORIES: Final = ("file", "host")
-"""Bytes elsewhere."""
 
 
 @final
@@ -145,12 +143,12 @@ def add_bytes(found: Counter[str], column: str, cell: Cell, nbytes: tuple[int, i
 
 def on_device(found: Mapping[str, int]) -> int:
     """Return the bytes of the columns of `predict` that are on the device."""
-    return sum(nbytes for column, nbytes in found.items() if column not in MEMORIES)
+    return sum(nbytes for column, nbytes in found.items() if column not in FAR)
 
 
 def columns_of(found: Counter[str], buckets: Iterable[BucketSpec]) -> dict[str, int]:
     """Return the bytes of the device by column, and those of each other memory that holds a column of a bucket."""
-    far = {cell.memory for bucket in buckets for cell in bucket.row.state} | {one for one in MEMORIES if found[one]}
+    far = {cell.memory for bucket in buckets for cell in bucket.row.state} | {one for one in FAR if found[one]}
     return {column: found[column] for column in (*COLUMNS, *sorted(far - {DEVICE}))}
 
 

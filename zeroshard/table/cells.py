@@ -14,10 +14,12 @@ from typing import Final, Literal, final, get_args
 from zeroshard.table.activations import Activations, fits
 from zeroshard.table.layout import Layout, plan_layout
 
-__all__ = ["Cell", "DEVICE", "Elsewhere", "Place", "Replicated", "Residency", "Sharded", "check_memories"]
+__all__ = ["Cell", "DEVICE", "Elsewhere", "FAR", "Place", "Replicated", "Residency", "Sharded", "check_memories"]
 
 
 DEVICE: Final = "device"
+FAR: Final = ("host", "file")
+"""The other memories; `store/stores.py` has a class for each."""
 Until = Literal["use", "backward", "step"]
 
 
@@ -292,8 +294,8 @@ def check_memories(row: Residency) -> None:
     Raises:
         ValueError: the cell, and what is supported.
     """
-    everywhere = (DEVICE, "host", "file")
-    for column, known in (("states", everywhere), ("gradients", everywhere[:2]), ("parameters", everywhere)):
+    everywhere = (DEVICE, *FAR)
+    for column, known in (("states", everywhere), ("gradients", (DEVICE, "host")), ("parameters", everywhere)):
         if (cell := getattr(row, column)).memory not in known:
             raise ValueError(
                 f"Residency({column}={cell}) requests memory '{cell.memory}', which does not support {column}; "

@@ -149,8 +149,6 @@ def _reschedule(run: Run, before: Train) -> None:
     for group, base in zip(run.optimizer.param_groups, run.scheduler.base_lrs, strict=True):
         if now.learning_rate != before.learning_rate:
             group["initial_lr"] = base
-            if "adamw_lr" in group:
-                group["adamw_lr"] *= scale
         if now.weight_decay != before.weight_decay and group["weight_decay"]:
             group["weight_decay"] = now.weight_decay
         if run.changes:
