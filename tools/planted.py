@@ -30,7 +30,19 @@ from pathlib import Path
 
 from benchmarks.machine import circumstances, write_result
 
-__all__ = ["BUGS", "CHECKPOINT", "ENGINE", "MAILBOX", "PLAN", "ROOMS", "Bug", "main", "misplaced", "plant"]
+__all__ = [
+    "BUGS",
+    "CHECKPOINT",
+    "ENGINE",
+    "MAILBOX",
+    "PLAN",
+    "ROOMS",
+    "TWO_A_ROOM",
+    "Bug",
+    "main",
+    "misplaced",
+    "plant",
+]
 
 ROOT = Path(__file__).parents[1]
 COPIED = ("benchmarks", "tests", "tools", "zeroshard", "pyproject.toml")
@@ -1376,6 +1388,318 @@ ROOMS = (
 )
 """Planted after the tiers were fixed, in rooms besides the engine: wrong numbers, wrong words, ranks left alone."""
 
+TWO_A_ROOM = (
+    Bug(
+        "states moved to the host replace what was there in memory()",
+        "account/accounting.py",
+        'found["host"], found["states"] = found["host"] + found["states"], 0',
+        'found["host"], found["states"] = found["states"], 0',
+        "tests/engine/test_offload_states.py::test_states_that_are_moved_away_join_what_the_host_has",
+    ),
+    Bug(
+        "the unit that is gathered ahead is not whole in summary()",
+        "account/summary.py",
+        "*others[:2]",
+        "*others[:1]",
+        "tests/state/test_summary.py::test_a_model_that_is_mostly_whole_is_warned_about",
+    ),
+    Bug(
+        "what a division by ranks leaves of an input is in no part",
+        "activations/partition.py",
+        "numel = -(-whole.numel() // self._axis.size)",
+        "numel = whole.numel() // self._axis.size",
+        "tests/activations/test_partition.py::test_parts_of_any_length_make_the_whole[1025]",
+    ),
+    Bug(
+        "a view that begins before the first view of its storage is cut",
+        "activations/spans.py",
+        "min(span.low, low)",
+        "span.low",
+        "tests/activations/test_offload.py::test_a_range_has_all_views_of_its_storage_whichever_comes_first",
+    ),
+    Bug(
+        "diff() counts the last piece of a tensor",
+        "checkpoint/diff.py",
+        "count += int(",
+        "count = int(",
+        "tests/checkpoint/test_tools.py::test_differences_of_all_pieces_are_counted",
+    ),
+    Bug(
+        "a power of ten has a digit less",
+        "checkpoint/ranges.py",
+        'side="right") + 1',
+        'side="left") + 1',
+        "tests/checkpoint/test_many.py::test_headers_are_as_long_as_planned[10]",
+    ),
+    Bug(
+        "a histogram of equal elements begins at them",
+        "core/elements.py",
+        "        min, max = min - 1, max + 1",
+        "        min, max = min, max + 1",
+        "tests/engine/test_elements.py::test_a_histogram_of_equal_elements_has_them_in_the_middle",
+    ),
+    Bug(
+        "a histogram of equal ends is of these ends",
+        "core/elements.py",
+        "if min == max:  # as",
+        "if min == max == 0:  # as",
+        "tests/engine/test_elements.py::test_a_histogram_of_equal_elements_has_them_in_the_middle",
+    ),
+    Bug(
+        "a backward of several flights takes back the first",
+        "core/flights.py",
+        "for flight in self._arrived[1]:",
+        "for flight in self._arrived[1][:1]:",
+        "tests/engine/test_pipeline_counts.py::test_a_backward_takes_back_all_flights_whose_outputs_it_reached",
+    ),
+    Bug(
+        "mesh= may have the rank behind the last one",
+        "describe/axes.py",
+        "or not 0 <= rank < launched:",
+        "or not 0 <= rank <= launched:",
+        "tests/describe/test_asked.py::test_the_rank_behind_the_last_one_is_not_there",
+    ),
+    Bug(
+        "gradients that are to go with their states stay",
+        "describe/offload.py",
+        "moves |= bool(offload.gradients)",
+        "moves |= False",
+        "tests/describe/test_asked.py::test_gradients_go_with_their_states_where_a_rank_keeps_no_others_or_asks_for_it",
+    ),
+    Bug(
+        "model parallelism makes no larger model fit",
+        "evidence/paper_sizes.py",
+        "(state_bytes(name, numel, ranks) / numel) * tensor",
+        "(state_bytes(name, numel, ranks) / numel)",
+        "tests/plan/test_paper_sizes.py::test_table_2[2]",
+    ),
+    Bug(
+        "micro-batches of a published run count each rank's",
+        "evidence/rows.py",
+        '_whole(row, "global_batch", batch * data) // (batch * data))',
+        '_whole(row, "global_batch", batch * data) // batch)',
+        "tests/plan/test_scorecard.py::test_a_batch_of_all_ranks_is_divided_over_them",
+    ),
+    Bug(
+        "DeepSpeed's cosine is a step late",
+        "integrations/deepspeed_optimizers.py",
+        "(step - warmup + 1) / max(1, total - warmup)",
+        "(step - warmup) / max(1, total - warmup)",
+        "tests/integrations/test_deepspeed.py::test_schedules_have_deepspeeds_rates",
+    ),
+    Bug(
+        "tensors that begin at one address are copied as one",
+        "integrations/parts.py",
+        "key = (value.data_ptr(), value.shape, value.stride()) if value.numel() else name",
+        "key = value.data_ptr() if value.numel() else name",
+        "tests/integrations/test_parts.py::test_copies_share_memory_as_the_tensors_did_and_keep_their_shapes",
+    ),
+    Bug(
+        "an Adafactor parameter of zeros stays at zero",
+        "optim/adafactor.py",
+        "max(least, size)",
+        "size",
+        "tests/optim/test_alone.py::test_lamb_and_adafactor_train_parameters_of_zeros",
+    ),
+    Bug(
+        "a LAMB parameter of zeros stays at zero",
+        "optim/lamb.py",
+        "(norms > 0).all(1)",
+        "(norms > 0).any(1)",
+        "tests/optim/test_alone.py::test_lamb_and_adafactor_train_parameters_of_zeros",
+    ),
+    Bug(
+        "what rounding lost outlives new anchors",
+        "outer/fragments.py",
+        "            self.lost.zero_()",
+        "            pass",
+        "tests/outer/test_exchange.py::test_new_anchors_are_the_parameters_and_nothing_is_owed",
+    ),
+    Bug(
+        "what stands before the first block of a pipe weighs nothing",
+        "parallel/cut.py",
+        "weights = [sizes[0] + sizes[1], *sizes[2:]]",
+        "weights = [sizes[1], *sizes[2:]]",
+        "tests/engine/test_pipeline_counts.py::test_what_stands_before_the_first_block_counts_where_a_pipe_is_cut",
+    ),
+    Bug(
+        "the last value of an accumulation that is not finite is named",
+        "parallel/finite.py",
+        "torch.minimum(self._found, found)",
+        "torch.maximum(self._found, found)",
+        "tests/faults/test_pipeline_faults.py::test_the_first_value_of_all_steps_of_an_accumulation_is_named",
+    ),
+    Bug(
+        "a block of the split limit serves small requests",
+        "plan/machine/allocator.py",
+        "if size < limit <= found.size:",
+        "if size < limit < found.size:",
+        "tests/plan/test_allocator.py::test_all_rules_together_are_those_of_the_plain_model[1-both]",
+    ),
+    Bug(
+        "dense layers of a mixture have experts",
+        "plan/shape/shapes.py",
+        'config.get("first_k_dense_replace", 0) if experts else 0',
+        "0",
+        "tests/plan/test_planning.py::test_a_mixture_with_dense_layers_is_read",
+    ),
+    Bug(
+        "a collective of a plan begins before its data is there",
+        "plan/step/clock.py",
+        "max(self.now_s, self.free_s[lane], not_before_s)",
+        "max(self.now_s, self.free_s[lane])",
+        "tests/plan/test_film.py::test_a_gather_begins_when_offloaded_parameters_are_there",
+    ),
+    Bug(
+        "a trace begins where the first rank begins",
+        "report/profile.py",
+        "(one.start_ns for slices in by_rank for one in slices)",
+        "(one.start_ns for one in by_rank[0])",
+        "tests/report/test_profile.py::test_a_trace_begins_with_the_first_span_of_any_rank",
+    ),
+    Bug(
+        "time after a span counts from its beginning",
+        "report/timeline.py",
+        "        self._add(label, category, unit, start_ns)\n        self._rest_start_ns = self._last_ns\n",
+        "        self._add(label, category, unit, start_ns)\n",
+        "tests/report/test_profile.py::test_spans_and_what_is_between_them_fill_the_time_once",
+    ),
+    Bug(
+        "an added parameter is told once",
+        "setup/additions.py",
+        "self.is_suspected = bool(added)",
+        "self.is_suspected = False",
+        "tests/engine/test_refused.py::test_what_is_added_is_named_as_long_as_it_is_there",
+    ),
+    Bug(
+        "gradients of inputs are divided before they are cast",
+        "setup/casts.py",
+        "grad.to(ctx.dtype) / scale",
+        "grad / scale",
+        "tests/engine/test_precision.py::test_gradients_of_inputs_are_divided_in_the_dtype_of_the_inputs",
+    ),
+    Bug(
+        "copies ahead do not wait for kernels before them",
+        "store/ahead.py",
+        'devices.lane(self.device, "back", handed_over)',
+        'devices.lane(self.device, "back", None)',
+        "tests/engine/test_offload_ahead.py::test_a_copy_follows_what_was_queued_when_it_was_handed_over",
+    ),
+    Bug(
+        "a copy back does not wait for the copy out",
+        "store/bus.py",
+        "        if isinstance(after, _CudaTransfer):",
+        "        if False:",
+        "tests/activations/test_offload.py::test_streams_wait_for_one_another",
+    ),
+    Bug(
+        "held units are gathered twice a step",
+        "table/bytes.py",
+        "(2 - u.is_held)",
+        "2",
+        "tests/table/test_spec.py::test_a_held_unit_is_gathered_once_a_step[backward-1]",
+    ),
+    Bug(
+        "messages of a pipe take no time",
+        "table/pipeline.py",
+        "max(start_s, *(ends[one] + message_s for",
+        "max(start_s, *(ends[one] for",
+        "tests/table/test_pipeline.py::test_messages_take_their_time_between_places",
+    ),
+    Bug(
+        "the record of the last checkpoint is removed",
+        "train/metrics.py",
+        "made > step:",
+        "made >= step:",
+        "tests/train/test_resume.py::test_records_up_to_a_checkpoint_stay",
+    ),
+    Bug(
+        "a new learning rate is that of all groups",
+        "train/resume.py",
+        "[rate * scale for rate",
+        "[now.learning_rate for rate",
+        "tests/train/test_resume.py::test_both_rates_of_muon_follow_another_rate",
+    ),
+    Bug(
+        "an update in the background follows a learning rate that is a tensor",
+        "update/background.py",
+        "value.clone() if isinstance(value, Tensor) else value for key",
+        "value for key",
+        "tests/engine/test_offload_background.py::test_rates_that_change_afterwards_count_from_the_next_step_on",
+    ),
+    Bug(
+        "a model whose buffers alone are on the meta device has values",
+        "values/materialize.py",
+        "[*model.parameters(), *model.buffers()])",
+        "[*model.parameters()])",
+        "tests/state/test_meta.py::test_buffers_alone_may_be_on_the_meta_device",
+    ),
+    Bug(
+        "a last row that is a piece of its own is not read",
+        "values/weights.py",
+        "range(0, source.shape[0], rows):",
+        "range(0, source.shape[0] - 1, rows):",
+        "tests/state/test_meta.py::test_the_last_piece_of_a_file_may_have_one_row",
+    ),
+    Bug(
+        "a page is written where it is read",
+        "watch/pages.py",
+        "half = 1 - page[0]",
+        "half = page[0]",
+        "tests/engine/test_watchdog.py::test_a_text_that_is_being_read_is_not_overwritten",
+    ),
+    Bug(
+        "a rank that was slow is told again at each change",
+        "watch/watchdog.py",
+        "(EASED if rank in before else SLOW)",
+        "SLOW",
+        "tests/faults/test_slow.py::test_what_counts_as_slow",
+    ),
+    Bug(
+        "loaded states of rounded parameters stay rounded",
+        "whole/gathered.py",
+        "and parameter.dtype != dtype:",
+        "and parameter.dtype == dtype:",
+        "tests/state/test_whole_values.py::test_states_of_rounded_parameters_are_loaded_unrounded",
+    ),
+    Bug(
+        "whole states lose the strides of their parameter",
+        "whole/owned.py",
+        "if is_alike else values.clone()",
+        "if not is_alike else values.clone()",
+        "tests/state/test_whole_values.py::test_whole_states_have_the_strides_of_their_parameter",
+    ),
+    Bug(
+        "votes of three ranks reach two",
+        "wire/linked.py",
+        "hops = (size - 1).bit_length()",
+        "hops = size.bit_length() - 1",
+        "tests/wire/test_votes.py::test_each_rank_learns_the_least_of_all[3]",
+    ),
+    Bug(
+        "a loader goes on at the batch of one rank",
+        "loader.py",
+        "// (size * ranks)",
+        "// size",
+        "tests/checkpoint/test_options.py::test_other_ranks_share_what_all_have_read[1-2-3]",
+    ),
+    Bug(
+        "a loader draws its epochs from one seed",
+        "loader.py",
+        "sampler.set_epoch(self.epoch)",
+        "sampler.set_epoch(0)",
+        "tests/checkpoint/test_options.py::test_each_epoch_has_its_own_order",
+    ),
+    Bug(
+        "attributes of tuples are lost",
+        "tree.py",
+        "        vars(made).update(vars(value))",
+        "        pass",
+        "tests/engine/test_tree.py::test_each_container_is_of_its_class_afterwards",
+    ),
+)
+"""Invented by reading the package alone, two a room, and planted to see which of them the first tier finds."""
+
 _EVENTS = "tests/plan/test_events_equal.py"
 PLAN = (
     Bug(
@@ -1492,7 +1816,7 @@ MAILBOX = (
 )
 """The mailbox of islands, and the islands."""
 
-BUGS = (*CHECKPOINT, *ENGINE, *MAILBOX, *PLAN, *ROOMS)
+BUGS = (*CHECKPOINT, *ENGINE, *MAILBOX, *PLAN, *ROOMS, *TWO_A_ROOM)
 
 
 def plant(bug: Bug, folder: Path) -> None:

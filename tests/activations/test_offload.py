@@ -19,6 +19,7 @@ from tools.virtual_clock import VirtualClock
 from zeroshard.activations.chain import Chained, Held, Link
 from zeroshard.activations.offloaded import Offload
 from zeroshard.activations.saved import Box, Treatment
+from zeroshard.activations.spans import bytes_of, place_of, spans_in
 from zeroshard.store.bus import CudaBus, EmulatedBus, HostPool, RealClock, rounded
 from zeroshard.table.activations import Offloaded
 from zeroshard.table.trace import Ledger
@@ -1003,3 +1004,13 @@ def test_no_bit_changes_over_the_bus_of_a_cpu() -> None:
         loss.backward()
     assert losses[0].item() == losses[1].item()
     assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), plain.parameters(), strict=True))
+
+
+def test_a_range_has_all_views_of_its_storage_whichever_comes_first() -> None:
+    whole = torch.arange(4096.0)
+    late, early, alone = whole[2048:], whole[256:512], torch.ones(8)
+    found = [(one.low, one.high) for one in spans_in([late, early, alone]).values()]
+    assert found == [(1024, 16384), (0, 32)]
+    memory = bytes_of(whole, 1024, 16384 - 1024).clone()
+    for view in (late, early):
+        assert torch.equal(place_of(view, 1024).of(memory), view)

@@ -1,6 +1,7 @@
 """P_a: inputs of recomputed modules are divided over the ranks along the tensor axis, and nothing else changes."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,6 +16,8 @@ from torch.utils.checkpoint import set_checkpoint_early_stop
 import zeroshard as zs
 from tests import models
 from tests.oracle import STAGES, TIMEOUT_S, WATCHDOG_S, assert_same, randn
+from zeroshard.activations.chain import Held
+from zeroshard.activations.partition import Axis, Partition
 from zeroshard.testing import RankFailure, run_ranks
 
 WIDTH, DEPTH, BATCH, LENGTH = 16, 3, 4, 32
@@ -261,3 +264,23 @@ def test_a_graph_may_be_freed_before_it_reads_what_is_gathered_ahead(stage: int,
     """A message whose tensors are freed on their way stops all messages after it: both ranks waited for a vote."""
     first, second = run_ranks(drop_a_loss, 2, stage, shared, timeout_s=TIMEOUT_S)
     assert all(map(torch.equal, first, second))
+
+
+@pytest.mark.parametrize("numel", [1024, 1025, 1535])
+def test_parts_of_any_length_make_the_whole(numel: int) -> None:
+    """Three ranks in one process: the parts of all are what a gather finds."""
+    whole, parts = randn(numel, key=(5,)), dict[int, Tensor]()
+    for place in (1, 2, 0):
+
+        def gather(full: Tensor, number: int, kind: str, what: str, place: int = place) -> Callable[[], None]:
+            rows = full.view(3, -1)
+            if kind == "agree":
+                rows[:] = rows[place].clone()
+            else:
+                parts[place] = rows[place].clone()
+            return lambda: rows.copy_(torch.stack([*map(parts.__getitem__, range(3))])) if len(parts) == 3 else None
+
+        link, held = Partition(Axis(3, place, f"[rank {place}/3]", gather)), Held(whole, True)
+        link.treat([held], 0, None)
+        started = link.start(held.value)
+    assert_same(link.restore(started), whole)

@@ -1,5 +1,6 @@
 """More parameters than one text describes: an index in parts, several files of a rank, and limits before tensors."""
 
+import json
 import os
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from torch import nn
 import zeroshard as zs
 from zeroshard.checkpoint import index, manifest
 from zeroshard.checkpoint.described import pack, unpack
+from zeroshard.checkpoint.ranges import Spec, arrange, make_header
 from zeroshard.checkpoint.strict import cost_of, dumps, loads
 
 from . import small
@@ -73,3 +75,18 @@ def test_a_limit_is_told_before_anything_is_written(tmp_path: Path) -> None:
     with pytest.raises(zs.CheckpointError, match=r"at most \d+ are read.*Nothing was committed"):
         zero.save(tmp_path / "a")
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("numel", [1, 9, 10, 99, 100, 1000])
+def test_headers_are_as_long_as_planned(numel: int) -> None:
+    """Where a number gets a digit more, as at powers of ten."""
+    tensors = [Spec("model", f"weight.{number}", "U8", (numel,)) for number in range(12)]
+    columns = [[0] * 12, [*range(12)], [0] * 12, [numel] * 12]
+    chunks = arrange(tensors, ["params-0.safetensors"], columns, "a test")
+    header = b"".join(make_header(tensors, chunks, 0))
+    assert len(header) == int(chunks.header_bytes[0])
+    table = json.loads(header[8:])
+    assert int.from_bytes(header[:8], "little") == len(header) - 8
+    assert [table[f"weight.{number}@0"]["data_offsets"] for number in range(12)] == [
+        [number * numel, (number + 1) * numel] for number in range(12)
+    ]

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 import zeroshard as zs
 from zeroshard.describe.asked import Asked, Resolved, choose, resolve
 from zeroshard.describe.axes import ranks_of
-from zeroshard.describe.offload import Offload, choices_for
+from zeroshard.describe.offload import Offload, choices_for, row_with
 from zeroshard.describe.treatments import activations_of
 from zeroshard.plan.plan_commands import add_commands
 from zeroshard.plan.search import Search
@@ -309,3 +309,11 @@ def test_the_rank_behind_the_last_one_is_not_there() -> None:
     mesh.mesh = torch.tensor([0, 2])
     with pytest.raises(ValueError, match=r"mesh= has rank 2, and the process group has the ranks 0 to 1"):
         ranks_of(mesh, 2)
+
+
+@pytest.mark.parametrize(("stage", "gradients", "memory"), [(1, None, "device"), (1, 1.0, "host"), (2, None, "host")])
+def test_gradients_go_with_their_states_where_a_rank_keeps_no_others_or_asks_for_it(
+    stage: int, gradients: float | None, memory: str
+) -> None:
+    row = row_with(row_of_stage(stage), Offload(gradients=gradients), is_alone=False)
+    assert (row.states.memory, row.gradients.memory) == ("host", memory)

@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -20,6 +21,7 @@ from tests.engine import test_offload_states as runs
 from tests.engine.test_offload_parameters import offload_at
 from tests.oracle import TIMEOUT_S, assert_same
 from tools.emulated import gpu
+from zeroshard.store import ahead
 from zeroshard.store.stores import FarStore
 from zeroshard.testing import RankFailure, run_ranks
 
@@ -146,3 +148,23 @@ def fail_alone() -> None:
 def test_a_copy_that_fails_on_one_rank_is_named_on_the_others() -> None:
     with pytest.raises(RankFailure, match=r"\[rank 1/2\] The offloaded parameters of"):
         run_ranks(fail_alone, 2)
+
+
+def test_a_copy_follows_what_was_queued_when_it_was_handed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    marks = [SimpleNamespace(wait=lambda: None) for _ in range(2)]
+    lanes, count = list[Any](), iter(range(2))
+
+    @contextmanager
+    def lane(device: torch.device, name: str, after: Any) -> Iterator[None]:
+        lanes.append((name, after))
+        yield
+
+    substitute = SimpleNamespace(mark_on=lambda _: marks[next(count)], lane=lane, begin_thread=lambda _: None)
+    monkeypatch.setattr(ahead, "devices", substitute)
+    done = list[str]()
+    late = ahead.Ahead(torch.device("cpu")).begin(
+        lambda: done.append("copy"), lambda: done.append("gather") or SimpleNamespace(wait=lambda: True), "a unit"
+    )
+    assert late.wait()
+    assert done == ["copy", "gather"]
+    assert lanes == [("back", marks[0]), ("readers", marks[1])]

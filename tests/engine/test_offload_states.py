@@ -359,3 +359,16 @@ def test_fractions_round_up_to_whole_buckets_spread_evenly() -> None:
         reached = sum(sizes[place] for place in more)
         assert less <= more and percent / 100 * sum(sizes) <= reached < percent / 100 * sum(sizes) + max(sizes)
     assert moved(Sharded(), sizes) == []
+
+
+def test_states_that_are_moved_away_join_what_the_host_has() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    optimizer = torch.optim.AdamW(model.parameters())
+    zero = zs.shard(model, optimizer, units=[nn.Linear], offload=zs.Offload(states=0.5))
+    model(torch.ones(1, 8)).sum().backward()
+    optimizer.step()
+    before = zero.memory().resident_bytes
+    assert before["host"] and before["states"]
+    zero.offload_states()
+    after = zero.memory().resident_bytes
+    assert (after["host"], after["states"]) == (before["host"] + before["states"], 0)

@@ -2,6 +2,7 @@
 
 import weakref
 from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import zeroshard as zs
 from tests import models
 from tests.rotation import third
+from zeroshard.core.flights import Flights
 from zeroshard.parallel.cut import cut_model
 from zeroshard.table.pipeline import schedule_of
 from zeroshard.testing import run_ranks
@@ -152,3 +154,20 @@ class Words(nn.Module):
 
 def test_what_stands_before_the_first_block_counts_where_a_pipe_is_cut() -> None:
     assert cut_model(Words(), None, 2).starts == ("blocks.1",)
+
+
+def test_a_backward_takes_back_all_flights_whose_outputs_it_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("zeroshard.core.flights.graph_task", lambda: 7)
+    units: Any = [SimpleNamespace(number=number, calls=0) for number in range(3)]
+    flights, arrivals = Flights(units), []
+    for used in ([0], [1, 2], [2]):
+        arrivals.append(flights.arrival())
+        flights.use(used)
+        flights.set_apart("part", range(3))
+    assert not flights.used and not any(unit.calls for unit in units)
+    for arrive in arrivals[:2]:
+        arrive()
+    assert flights.kind_of(7) == ("part", range(3))
+    assert (flights.used, [unit.calls for unit in units]) == ({0, 1, 2}, [1, 1, 1])
+    arrivals[2]()  # reached while the backward runs
+    assert [unit.calls for unit in units] == [1, 1, 2]

@@ -11,7 +11,9 @@ from torch import nn
 import zeroshard as zs
 from tests import models
 from tests.oracle import Case, Casts, assert_same, single_run
+from zeroshard.core.dtypes import LossScale
 from zeroshard.describe.precision import precision_of
+from zeroshard.setup.casts import CastIn
 from zeroshard.testing import RankFailure, run_ranks
 
 STEPS = 4
@@ -351,3 +353,11 @@ def test_precision_names_and_dtypes_are_checked() -> None:
     with pytest.raises(TypeError, match="floating-point torch"):
         zs.Precision(param=torch.int8)
     assert copy.deepcopy(zs.Precision()) == zs.Precision()
+
+
+def test_gradients_of_inputs_are_divided_in_the_dtype_of_the_inputs() -> None:
+    """Divided in fp16, the smallest would become zero."""
+    x = torch.ones(3, requires_grad=True)
+    ((cast,), _) = CastIn(torch.float16, LossScale("dynamic"))(nn.Identity(), (x,), {})
+    cast.backward(torch.full((3,), 2.0**-10, dtype=torch.float16))
+    assert_same(x.grad, torch.full((3,), 2.0**-26))

@@ -767,6 +767,17 @@ def test_what_is_added_after_shard_is_named(stage: int) -> None:
         assert all("Add modules and parameters before zs.shard()" in text for text in said)
 
 
+def test_what_is_added_is_named_as_long_as_it_is_there() -> None:
+    model, x = nn.Sequential(nn.Linear(2, 2)), torch.ones(1, 2)
+    zs.shard(model)
+    model[0].extra = nn.Linear(2, 2)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"'0\.extra\.weight' was added to the model after zs\.shard\(\)"):
+            model(x)
+    del model[0].extra
+    assert model(x).isfinite().all()
+
+
 def left_to_the_caller() -> None:
     """Replace what shard() was told to ignore, which is the caller's."""
     model = models.build(models.Stack)

@@ -9,6 +9,7 @@ from torch import nn
 
 import zeroshard as zs
 from tests.outer.plain import loss_of, mesh_of
+from zeroshard.outer.fragments import fragments_of, store_of
 from zeroshard.testing import run_ranks
 from zeroshard.wire.transports import codec_of
 
@@ -110,3 +111,17 @@ def test_rounding_does_not_hide_what_is_not_finite(value: float) -> None:
 def test_four_bits_need_pairs() -> None:
     with pytest.raises(ValueError, match="encodes pairs of values; got 3"):
         codec_of("scaled4").round(torch.ones(3), torch.float32)
+
+
+def test_new_anchors_are_the_parameters_and_nothing_is_owed() -> None:
+    torch.manual_seed(0)
+    model, options = Even(), zs.Outer(every=4, bits=8)
+    engine = zs.shard(model, torch.optim.AdamW(model.parameters()))._engine
+    for fragment in fragments_of(engine.units, options, store_of(options, engine.mesh.device)):
+        assert fragment.lost is not None
+        fragment.lost.fill_(1.0)
+        fragment.take_anchors()
+        assert not fragment.lost.any()
+        for part in fragment.parts:
+            assert torch.equal(part.of(fragment.anchor.data), part.values())
+            assert part.values().any()

@@ -195,6 +195,14 @@ def test_an_unknown_source_gets_a_system_from_its_columns(changed: dict[str, str
     assert (run.options.system.name, run.is_assumed) == (system, True)
 
 
+@pytest.mark.parametrize(("batch", "micro_batches"), [("64", 4), ("16", 1), ("", 1)])
+def test_a_batch_of_all_ranks_is_divided_over_them(batch: str, micro_batches: int) -> None:
+    row = next(one for one in cards._read(SAMPLE) if one["source"].startswith("mosaicml"))
+    changed = {"global_batch": batch, "micro_batch": "2", "dp": "8", "n_gpus": "8", "tp": "1", "pp": "1"}
+    options = run_of({**row, **changed}).options
+    assert (options.batch, options.micro_batches) == (2, micro_batches)
+
+
 def test_a_row_without_a_batch_says_so() -> None:
     row = next(one for one in cards._read(SAMPLE) if one["source"].startswith("mosaicml"))
     assert cards._planned({**row, "micro_batch": ""}) == "the row has no micro_batch"

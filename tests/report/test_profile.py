@@ -4,6 +4,7 @@ import json
 import re
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,8 @@ from torch import nn
 import zeroshard as zs
 from tests import models
 from tests.oracle import STAGES, TIMEOUT_S, WATCHDOG_S
-from zeroshard.report.timeline import CATEGORIES, NO_UNIT
+from zeroshard.report.profile import _chrome_trace
+from zeroshard.report.timeline import CATEGORIES, NO_UNIT, Slice, Timeline
 from zeroshard.testing import run_ranks
 
 STEPS = 2
@@ -279,3 +281,32 @@ def test_a_file_that_can_not_be_written_is_every_ranks_error(tmp_path: Path) -> 
     for rank, text in enumerate(run_ranks(unwritable, 2, str(tmp_path / "no" / "trace.json"), timeout_s=TIMEOUT_S)):
         assert text.startswith(f"[rank {rank}/2] Rank 0 could not write the profile: ")
         assert "No such file or directory" in text
+
+
+def test_spans_and_what_is_between_them_fill_the_time_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks = iter(range(100))
+    clock = SimpleNamespace(perf_counter_ns=lambda: next(ticks), time_ns=lambda: 0)
+    monkeypatch.setattr("zeroshard.report.timeline.time", clock)
+    line = Timeline()
+    line.start()  # at 1
+    line.begin("a", "copies", "unit")
+    line.begin("b", "waiting", None)
+    line.end()
+    line.end()  # at 5
+    line.rest("forward", "unit")
+    line.stop()
+    assert [(one.label, one.unit, one.start_ns, one.duration_ns) for one in line.slices] == [
+        ("other", NO_UNIT, 1, 1),
+        ("b", "unit", 3, 1),
+        ("a", "unit", 2, 3),
+        ("other", NO_UNIT, 5, 1),
+        ("forward", "unit", 6, 1),
+    ]
+    spent = {"other": 2, "copies": 2, "waiting": 1, "forward": 1}
+    assert {one: sum(ns for (kind, _), ns in line.spent_ns.items() if kind == one) for one in spent} == spent
+
+
+def test_a_trace_begins_with_the_first_span_of_any_rank() -> None:
+    late, early = Slice("a", "copies", "u", 5_000, 1_000), Slice("b", "copies", "u", 2_000, 4_000)
+    events = [one for one in _chrome_trace([[late], [early]])["traceEvents"] if one["ph"] == "X"]
+    assert [(one["pid"], one["ts"], one["dur"]) for one in events] == [(0, 3.0, 1.0), (1, 0.0, 4.0)]

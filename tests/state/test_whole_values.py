@@ -15,7 +15,9 @@ import zeroshard as zs
 from tests.oracle import TIMEOUT_S, WATCHDOG_S, assert_same, randn, run_cases
 from tests.rotation import third
 from zeroshard.checkpoint.folders import export
+from zeroshard.core.slot import slot_of
 from zeroshard.testing import run_ranks
+from zeroshard.whole.owned import like_parameter
 
 WORLD, WIDTH = 4, 8
 
@@ -242,3 +244,29 @@ def test_save_pretrained_and_an_export_have_whole_weights(tmp_path: Path) -> Non
     assert torch.equal(*found)
     for one in logits:
         torch.testing.assert_close(one, found[0], rtol=1e-4, atol=1e-5)
+
+
+def test_states_of_rounded_parameters_are_loaded_unrounded() -> None:
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    zero = zs.shard(model, optimizer, precision="bf16")
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    given = {number: {"step": torch.tensor(3.0)} for number in range(2)}
+    for number, parameter in enumerate(model.parameters()):
+        given[number] |= {key: randn(*parameter.shape, key=(number,)).square() for key in ("exp_avg", "exp_avg_sq")}
+    with zero.gathered(states=True, writeback=True):
+        optimizer.load_state_dict({**optimizer.state_dict(), "state": given})
+    with zero.gathered(states=True):
+        assert_same(optimizer.state_dict()["state"], given, "states")
+
+
+def test_whole_states_have_the_strides_of_their_parameter() -> None:
+    model = nn.Linear(4, 3, bias=False)
+    model.weight = nn.Parameter(randn(4, 3, key=(1,)).t())
+    zs.shard(model)
+    slot, values = slot_of(model.weight), randn(3, 4, key=(2,))
+    found = like_parameter(slot, values)
+    assert torch.equal(found, values) and found.stride() == model.weight.stride() == (1, 3)
+    rows = like_parameter(slot, values[0])  # of another shape
+    assert torch.equal(rows, values[0]) and rows.data_ptr() != values.data_ptr()

@@ -1,9 +1,13 @@
 """Units and buckets as data: what follows from a row of the table, and bytes by name of dtype."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 import zeroshard as zs
+from zeroshard.table.bytes import step_bytes
+from zeroshard.table.cells import Sharded
 from zeroshard.table.layout import plan_layout
 from zeroshard.table.spec import BucketSpec, Formats, UnitSpec, itemsize
 from zeroshard.table.stages import STAGES
@@ -96,3 +100,11 @@ def test_rows_are_valid_by_what_their_cells_keep_and_not_by_class() -> None:
     assert str(row.states) == "elsewhere"
     with pytest.raises(ValueError, match="states=replicated, gradients=elsewhere"):
         zs.Residency(gradients=Elsewhere())
+
+
+@pytest.mark.parametrize(("until", "gathers"), [("use", 2), ("backward", 1), ("step", 1)])
+def test_a_held_unit_is_gathered_once_a_step(until: str, gathers: int) -> None:
+    row = replace(STAGES[3], parameters=Sharded(until=until))  # type: ignore[arg-type]
+    one = replace(bucket(3), row=row)
+    unit = UnitSpec(0, "block", (one,))
+    assert step_bytes([unit]) == (gathers + 1) * 4 * 3 * one.layout.shard_numel

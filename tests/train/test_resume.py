@@ -16,6 +16,7 @@ from zeroshard.checkpoint.diff import diff
 from zeroshard.testing import RankFailure, run_ranks
 from zeroshard.train.config import differences, load_config
 from zeroshard.train.loop import train
+from zeroshard.train.metrics import RunFiles
 from zeroshard.train.models.gpt import GPT, GPTConfig
 from zeroshard.train.resume import _reschedule, check_folder, is_complete
 from zeroshard.train.run import learning_rate_factor
@@ -393,3 +394,10 @@ def test_both_rates_of_muon_follow_another_rate():
     assert scheduler.base_lrs == pytest.approx([0.005, 0.00025])
     assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.0025, 0.000125])
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.0, 0.0]
+
+
+def test_records_up_to_a_checkpoint_stay(tmp_path):
+    lines = [json.dumps({"kind": "step", "step": step}) + "\n" for step in (1, 2, 3)]
+    (tmp_path / "metrics.jsonl").write_text("".join(lines))
+    with RunFiles(tmp_path, "", done=2):
+        assert (tmp_path / "metrics.jsonl").read_text() == "".join(lines[:2])
