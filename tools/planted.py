@@ -1530,13 +1530,6 @@ TWO_A_ROOM = (
         "tests/faults/test_pipeline_faults.py::test_the_first_value_of_all_steps_of_an_accumulation_is_named",
     ),
     Bug(
-        "a block of the split limit serves small requests",
-        "plan/machine/allocator.py",
-        "if size < limit <= found.size:",
-        "if size < limit < found.size:",
-        "tests/plan/test_allocator.py::test_all_rules_together_are_those_of_the_plain_model[1-both]",
-    ),
-    Bug(
         "dense layers of a mixture have experts",
         "plan/shape/shapes.py",
         'config.get("first_k_dense_replace", 0) if experts else 0',
