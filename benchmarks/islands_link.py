@@ -248,12 +248,9 @@ def time_others(mode: str, cable: Cable) -> list[float]:
 
 def table_of(result: Mapping[str, Any]) -> str:
     """Return the tables for the page."""
-    counted, lines = (
-        result["bytes"],
-        [
-            f"| over {next(iter(counted.values()))['steps']} steps | MB by the transport | of gradients | MB by the cable |"
-        ],
-    )
+    counted = result["bytes"]
+    steps = next(one["steps"] for one in counted.values())
+    lines = [f"| over {steps} steps | MB by the transport | of gradients | MB by the cable |"]
     lines.append("|---|---:|---:|---:|")
     whole = counted["replicas=2"]["in"]
     for mode, one in counted.items():
