@@ -145,10 +145,9 @@ def _train_fabric(job: Job) -> Found:
 
 def _train_lightning(job: Job) -> Found:
     resumes = job.resumes and any(job.folder.glob("last*.ckpt"))
-    *told, model = test_lightning.run_trainer(
+    return test_lightning.run_trainer(
         job.stage, str(job.folder), job.clip or None, STEPS, resumes, MIDDLE, job.killed_after
     )
-    return {"told": told, "model": model}
 
 
 _MIXIN = ("from zeroshard.integrations.transformers import ZeroMixin", 'zero={"stage": 3}')

@@ -3,6 +3,7 @@
 import logging
 import os
 import signal
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,14 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 from torch.utils.data import DataLoader
 
+import zeroshard.integrations.lightning
 from tests.contract.blocks import examples, run_block
 from tests.contract.source import REPOSITORY
 from tests.oracle import STAGES, WATCHDOG_S, randn, seed
 from tests.rotation import third
 from zeroshard.integrations.lightning import FabricStrategy, ZeroStrategy
 from zeroshard.table.settings import Settings
-from zeroshard.testing import run_ranks
+from zeroshard.testing import RankFailure, run_ranks
 
 TIMEOUT_S = 240
 WIDTH = 8
@@ -182,7 +184,7 @@ def run_trainer(
     resumes: bool,
     an_epoch: int = 4,
     killed_after: int = 0,
-) -> list[Any]:
+) -> dict[str, Any]:
     """Train with accumulation over two micro-batches; return losses, evaluations, a last evaluation and parameters.
 
     Args:
@@ -203,11 +205,13 @@ def run_trainer(
     task = Task()
     trainer.fit(task, batches(0, 8 * an_epoch), batches(999, 8), ckpt_path="last" if resumes else None)
     tested = trainer.validate(task, batches(999, 8), verbose=False)[0]["validated"]
-    told = [*task.losses, *task.validated, tested]
-    if stage is None:
-        return [*told, {name: one.detach().clone() for name, one in task.net.named_parameters()}]
-    with trainer.strategy.zero.gathered():
-        return [*told, {name: one.detach().clone() for name, one in task.net.named_parameters()}]
+    told = {"loss": task.losses, "validated": task.validated, "tested": [tested]}
+    with nullcontext() if stage is None else trainer.strategy.zero.gathered():
+        return told | {"model": {name: one.detach().clone() for name, one in task.net.named_parameters()}}
+
+
+def flat(found: dict[str, Any]) -> list[Any]:
+    return [*found["loss"], *found["validated"], *found["tested"], found["model"]]
 
 
 @pytest.mark.product
@@ -222,11 +226,37 @@ def test_the_trainer_computes_what_ddp_computes_and_resumes(stage: int, tmp_path
         run_ranks(run_trainer, 2, stage, folder, clip, 4, False, timeout_s=TIMEOUT_S)  # an epoch has 4 steps
         again = run_ranks(run_trainer, 2, stage, folder, clip, 8, True, timeout_s=TIMEOUT_S)
         for expected, found, resumed in zip(plain, whole, again, strict=True):
-            assert_equal(found, expected, rel)
-            assert resumed[:8] == found[8:16]  # the losses of the second epoch
-            assert_equal(resumed[-2:], found[-2:])
+            assert_equal(flat(found), flat(expected), rel)
+            assert resumed["loss"] == found["loss"][8:16]  # of the second epoch
+            assert_equal(flat(resumed)[-2:], flat(found)[-2:])
         assert {path.name for path in Path(folder).iterdir()} >= {"last.ckpt"}
         assert all((path / "lightning.ckpt").exists() for path in Path(folder).iterdir())
+
+
+def run_until_killed_in_a_save(folder: str) -> None:
+    """Train three epochs; rank 0 is killed while the file `last.ckpt` is replaced by that of the second."""
+    saved, count = zeroshard.integrations.lightning.save_in, []
+
+    def save(handle: Any, path: Path, step: int) -> None:
+        saved(handle, path, step)
+        count.append(path.name)
+        if count.count("last.ckpt") == 2 and handle.mesh.rank == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    zeroshard.integrations.lightning.save_in = save
+    run_trainer(3, folder, None, 12, False)
+
+
+def test_a_kill_in_a_save_leaves_the_checkpoint_before(tmp_path: Path) -> None:
+    whole = run_ranks(run_trainer, 2, 3, str(tmp_path / "whole"), None, 12, False, timeout_s=TIMEOUT_S)
+    folder = str(tmp_path / "killed")
+    with pytest.raises(RankFailure, match="SIGKILL"):
+        run_ranks(run_until_killed_in_a_save, 2, folder, timeout_s=TIMEOUT_S)
+    again = run_ranks(run_trainer, 2, 3, folder, None, 12, True, timeout_s=TIMEOUT_S)
+    for expected, resumed in zip(whole, again, strict=True):
+        assert resumed["loss"] == expected["loss"][8:]  # after the first epoch
+        assert_equal(flat(resumed)[-2:], flat(expected)[-2:])
+    assert {path.name for path in Path(folder, "last.ckpt", "zeroshard").glob("step-*")} == {"step-12"}
 
 
 def evaluate_alone(folder: str) -> float:
@@ -244,7 +274,7 @@ def evaluate_alone(folder: str) -> float:
 def test_a_checkpoint_is_evaluated_without_a_training_before(tmp_path: Path) -> None:
     whole = run_ranks(run_trainer, 2, 1, str(tmp_path), None, 4, False, timeout_s=TIMEOUT_S)
     alone = run_ranks(evaluate_alone, 2, str(tmp_path), timeout_s=TIMEOUT_S)
-    assert alone == [found[-2] for found in whole]
+    assert alone == [found["tested"][0] for found in whole]
 
 
 # -- the page ---------------------------------------------------------------------------------------------------------

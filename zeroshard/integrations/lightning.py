@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import zeroshard as zs
-from zeroshard.integrations.parts import FOLDER, newest_in, options_with, save_in
+from zeroshard.integrations.parts import FOLDER, of_step, options_with, remove_others, save_in
 
 try:
     from lightning.fabric.strategies import DDPStrategy as FabricDDP
@@ -210,16 +210,21 @@ class ZeroStrategy(DDPStrategy):  # type: ignore[misc]
         return {} if self.zero is not None else super().optimizer_state(optimizer)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Write a checkpoint as a folder. Collective: as `zero.save`; every rank must call."""
+        """Write a checkpoint as a folder, whose earlier step is whole until the new one is.
+
+        Collective: as `zero.save`; every rank must call.
+        """
         if self.zero is None:
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
-        folder = Path(filepath)
-        if self.is_global_zero:
+        folder, step = Path(filepath), checkpoint["global_step"]
+        if self.is_global_zero and folder.is_file():
             self.remove_checkpoint(folder)
-        save_in(self.zero, folder, checkpoint["global_step"])
-        # Last, so that a checkpoint with this file is complete.
+        save_in(self.zero, folder, step)
+        # Its file says which step the checkpoint has.
         super().save_checkpoint(checkpoint, folder / VALUES, storage_options)
+        if self.is_global_zero:
+            remove_others(folder, step)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Read the Trainer's values of a checkpoint."""
@@ -230,7 +235,7 @@ class ZeroStrategy(DDPStrategy):  # type: ignore[misc]
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load parameters and states. Collective: as `zero.load`; every rank must call."""
-        if self.zero is not None and (path := newest_in(self._loaded)) is not None:
+        if self.zero is not None and (path := of_step(self._loaded, checkpoint["global_step"])) is not None:
             self.zero.load(path, only_model=not self.optimizers)
         elif self.zero is not None:
             with self.zero.gathered(writeback=True):

@@ -15,7 +15,7 @@ from torch import nn
 import zeroshard as zs
 from zeroshard.checkpoint.whole_model import state_on_first_rank
 
-__all__ = ["FOLDER", "newest_in", "options_with", "save_in", "whole_on_first_rank"]
+__all__ = ["FOLDER", "newest_in", "of_step", "options_with", "remove_others", "save_in", "whole_on_first_rank"]
 
 FOLDER: Final = "zeroshard"
 """The folder of zeroshard in the folder of a trainer's checkpoint."""
@@ -29,17 +29,31 @@ def options_with(asked: Mapping[str, Any], *methods: str) -> dict[str, Any]:
 
 
 def save_in(zero: zs.Zero, folder: Path, step: int | None = None, extra: Mapping[str, Any] | None = None) -> None:
-    """Write a trainer's checkpoint in parts, in the place of what a killed job left.
+    """Write a trainer's checkpoint in parts, in the place of what a killed job left; other steps stay.
 
     Args:
         step: the trainer's count of steps; by default the optimizer's, and the name has none.
 
     Collective: as `zero.save`, after a barrier; every rank must call.
     """
-    if zero.mesh.rank == 0 and (folder / FOLDER).exists():
-        shutil.rmtree(folder / FOLDER)
+    path = folder / FOLDER / ("state" if step is None else f"step-{step}")
+    if zero.mesh.rank == 0 and path.exists():
+        shutil.rmtree(path)
     zero.agree(True, "the folder of the checkpoint")
-    zero.save(folder / FOLDER / ("state" if step is None else f"step-{step}"), extra)
+    zero.save(path, extra)
+
+
+def remove_others(folder: Path, step: int) -> None:
+    """Remove the steps but one that a folder has, when the trainer's own file is that of this step."""
+    for path in (folder / FOLDER).glob("step-*"):
+        if path.name != f"step-{step}":
+            shutil.rmtree(path)
+
+
+def of_step(folder: Path, step: int) -> Path | None:
+    """Return the part of this step; without it, as `newest_in`."""
+    path = folder / FOLDER / f"step-{step}"
+    return path if path.exists() else newest_in(folder)
 
 
 def newest_in(folder: Path) -> Path | None:
