@@ -39,7 +39,7 @@ from zeroshard import sharding
 from zeroshard.table.settings import Settings
 from zeroshard.table.trace import Ledger
 from zeroshard.wire.comm import Comm, SoloComm
-from zeroshard.wire.links import PART, Links
+from zeroshard.wire.links import Links
 from zeroshard.wire.mesh import Mesh
 from zeroshard.wire.nccl import NcclComm
 
@@ -390,8 +390,6 @@ def emulated_comm(mesh: Mesh, settings: Settings, ledger: Ledger, device: Device
     if mesh.world_size == 1:
         return SoloComm(mesh, ledger)
     links = EmulatedLinks(mesh, settings.watchdog_s, settings.heartbeat_s, device)
-    if len(mesh.tensor_ranks) > 1:
-        links.new_group(PART, "nccl", "replicate", "shard")
     return NcclComm(links, ledger)
 
 

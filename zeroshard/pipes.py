@@ -152,7 +152,6 @@ def pipeline(
         raise
     engine = zero._engine
     chunked.place = str(engine.mesh)
-    engine.comm.across.connect()
     stand_in_on(engine.mesh.device, model, removed)
     reduces_last = _reduces_last(zero, domain, reduce, room_bytes)
     return Pipeline(zero, _runner(engine, chunked, training, loss, reduces_last=reduces_last))

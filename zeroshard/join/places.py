@@ -41,9 +41,7 @@ def await_places(store: Store, wait: Wait, device: torch.device, backend: str, f
         key = f"zeroshard/devices at {wait.meeting}"
         # A rank may reach a place again, for instance after an error; keys of earlier attempts are obsolete.
         key = f"{key}/{store.add(f'{key}/{wait.rank}', 1)}"
-        mine = _refusal(store, key, wait.rank, device, backend) or descriptors.refusal(
-            files, f"{len(wait.ranks)} ranks"
-        )
+        mine = _refusal(store, key, wait.rank, device, backend) or descriptors.refusal(files, len(wait.ranks))
         if mine:
             store.compare_set(f"{key}/refusal", "", f"rank {wait.rank}: {mine}")
     await_ranks(store, wait)

@@ -130,8 +130,7 @@ def everybody_at(place: str, mesh: Mesh, watchdog_s: float, heartbeat_s: float) 
             # An invalid limit raises on all ranks, after they have arrived.
             limits = [limit_s if _is_limit(limit_s) else MOST_SECONDS for limit_s in (watchdog_s, heartbeat_s)]
             wait = Wait(mesh.numbers[mesh.rank], mesh.numbers, str(mesh), place, *limits)
-            local = min(read_int("LOCAL_WORLD_SIZE", mesh.world_size), mesh.world_size)
-            files = descriptors.of_model(mesh.world_size, local, local)  # at most: they may send messages
+            files = descriptors.of_model(mesh.world_size, read_int("LOCAL_WORLD_SIZE", mesh.world_size))
             await_places(store, wait, mesh.device, dist.get_backend_config(), files)
         yield
 

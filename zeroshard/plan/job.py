@@ -28,6 +28,7 @@ from zeroshard.plan.step.system import ZEROSHARD, System, device_of
 from zeroshard.table.activations import Activations, Chain, Offloaded, Partitioned, Recomputed, fits
 from zeroshard.table.bytes import Updates
 from zeroshard.table.cells import Residency
+from zeroshard.table.groups import communicators
 from zeroshard.table.pipeline import RECEIVES, Schedule, training_of
 from zeroshard.table.settings import WIRE_BYTES
 from zeroshard.table.spec import Formats, UnitSpec, itemsize
@@ -46,8 +47,6 @@ __all__ = [
     "treatment_of",
 ]
 
-NATIVE: Final = Native(lands_together=False)
-"""Of a program whose gradients wait one by one."""
 TOKEN_BYTES: Final = 8
 """Bytes of a token or target: torch's int64."""
 Timed = tuple[Device, str, str]
@@ -59,17 +58,8 @@ FILED: Final = frozenset(["momentum", *map(str.lower, ELEMENTWISE)])
 """Optimizers with support for states in files and updates after `step()`."""
 
 COUNTS: Final = MappingProxyType(
-    {
-        "world_size": "world_size",
-        "batch": "batch",
-        "sequence": "seq",
-        "replicas": "mesh",
-        "tensor": "tensor",
-        "micro_batches": "micro_batches",
-        "pipe": "pipe",
-        "chunks": "chunks",
-        "wire_bytes": "wire_bytes",
-    }
+    {name: name for name in ("world_size", "batch", "tensor", "micro_batches", "pipe", "chunks", "wire_bytes")}
+    | {"sequence": "seq", "replicas": "mesh"}
 )
 """Numbers of a plan, with the names of their arguments."""
 
@@ -271,8 +261,16 @@ def treatment_of(chain: Chain, options: Options) -> Treatment:
 
 
 def outside_bytes_of(options: Options) -> int:
-    """Return the device bytes of a process outside the allocator: its context, and a communicator per group."""
-    groups = sum(n > 1 for n in (options.shard_ranks, options.tensor, options.replicas * options.islands, options.pipe))
+    """Return the device bytes of a process outside the allocator: its context, and its communicators.
+
+    These are the default group's and those of each mesh that ranks have; other programs have one for each axis.
+    """
+    axes = {"shard": options.shard_ranks, "tensor": options.tensor, "replicate": options.replicas}
+    groups = sum(ranks > 1 for ranks in (*axes.values(), options.islands, options.pipe))
+    if groups and not options.system.kernels.program:
+        islands = [{"replicate": options.islands}] * (options.islands > 1)
+        meshes = [axes, *islands, *[{"pipe": options.pipe}] * (options.pipe > 1)]
+        groups = 1 + sum(len(communicators(mesh)) for mesh in meshes)
     return options.device.context_bytes + groups * options.device.communicator_bytes
 
 
@@ -281,7 +279,7 @@ def wire_of(options: Options) -> Wire:
     if options.shard_ranks * options.replicas == 1:
         return Silence()
     if not options.device.is_cpu:
-        return NATIVE if options.system.kernels.program else Native()
+        return Native(lands_together=not options.system.kernels.program)
     is_shared = options.shared_memory and options.shard_ranks > 1
     return HostWire(SHOWN_NUMEL, options.wire_bytes) if is_shared else Messages(options.wire_bytes)
 

@@ -28,27 +28,25 @@ def of_start(ranks: int, *, hosts_store: bool) -> int:
     return ranks + OF_GROUP + STORE + hosts_store * (ranks + 1)
 
 
-def of_model(ranks: int, local: int, boarded: int, *, groups: int = 2) -> int:
+def of_model(ranks: int, local: int, boarded: int | None = None, *, groups: int = 2) -> int:
     """Return the descriptors that `zs.shard()` opens.
 
     Args:
         ranks: those of the mesh.
         local: those of this host, of which each process is watched, and each log of what it does is read.
-        boarded: those that share memory with this rank, 0 where ranks send messages.
+        boarded: those that share memory with this rank, 0 where ranks send messages; by default at most `local`.
         groups: 2 for the first model over these ranks, 1 for others: votes have a group for each model, and texts one
             for all.
     """
+    local = min(local, ranks)
+    boarded = local if boarded is None else boarded
     watched = (local + 1) + (local - 1)
     shared = (2 * boarded + 3) + (boarded - 1) if boarded else 0
     return groups * (ranks + OF_GROUP) + STORE + watched + shared
 
 
-def refusal(needed: int, what: str) -> str:
-    """Raise this process's limit of open files if it is too low for `needed` more; return why that fails, or "".
-
-    Args:
-        what: what needs them, such as "64 ranks".
-    """
+def refusal(needed: int, ranks: int) -> str:
+    """Raise this process's limit of open files if it is too low for `needed` more; return why not, or nothing."""
     try:
         import resource  # not on every system
     except ModuleNotFoundError:
@@ -61,6 +59,6 @@ def refusal(needed: int, what: str) -> str:
         resource.setrlimit(resource.RLIMIT_NOFILE, (least if hard == resource.RLIM_INFINITY else hard, hard))
         return ""
     return (
-        f"may open {hard} files and needs {least} for {what} ({opened} are open). Run `ulimit -n {least}` before the "
-        "launcher, or set LimitNOFILE= of its service."
+        f"may open {hard} files and needs {least} for {ranks} ranks ({opened} are open). Run `ulimit -n {least}` "
+        "before the launcher, or set LimitNOFILE= of its service."
     )

@@ -216,9 +216,6 @@ class Comm(ABC):
         Collective: all-to-all over the ranks of one replica; each rank sends its row without its own column.
         """
 
-    def connect(self) -> None:  # noqa: B027 (gloo has its connections)
-        """Prepare for `send` and `receive`. Collective: every rank must call."""
-
     def send(self, tensor: Tensor, rank: int, tag: Tag) -> Pending:
         """Send a contiguous tensor to a rank of the mesh; the wait returns when the tensor may be reused.
 

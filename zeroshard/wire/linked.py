@@ -12,10 +12,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from zeroshard.table.groups import PART
 from zeroshard.table.trace import Ledger
 from zeroshard.table.wires import Wire
 from zeroshard.wire.comm import Channel, Comm, Pending, Tag, Vote, unexpanded
-from zeroshard.wire.links import CONTROL, PART, Links
+from zeroshard.wire.links import CONTROL, Links
 from zeroshard.wire.memory import Memory
 
 __all__ = ["LinkedComm"]

@@ -27,14 +27,12 @@ from zeroshard.watch.watchdog import Watchdog
 from zeroshard.wire.board import Meeting
 from zeroshard.wire.mesh import Mesh
 
-__all__ = ["CONTROL", "HOST_PART", "Links", "PART"]
+__all__ = ["CONTROL", "HOST_PART", "Links"]
 
 CONTROL = "control"
 """The gloo process group of all ranks of the mesh, for small numbers that the host reads."""
-PART = "part"
-"""The process group of the ranks that train the same tensors as this rank, if these are not all ranks."""
 HOST_PART = "host part"
-"""The gloo process group of the same ranks, if `PART` uses NCCL."""
+"""The gloo process group of the ranks of `PART` (`table/groups.py`), if that uses NCCL."""
 
 
 @final

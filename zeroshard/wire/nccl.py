@@ -25,22 +25,20 @@ from typing import Any, final
 import torch
 import torch.distributed as dist
 
+from zeroshard.table.groups import ALL, BACK, COPIES, FORTH, GATHERS, PART, PARTS, REDUCES, communicators
 from zeroshard.table.trace import Ledger
 from zeroshard.table.wires import Native
 from zeroshard.torch_groups import premultiplied_sum
 from zeroshard.wire.codec import Codec
 from zeroshard.wire.comm import Pending, Tag
 from zeroshard.wire.linked import LinkedComm
-from zeroshard.wire.links import CONTROL, HOST_PART, PART, Links
+from zeroshard.wire.links import CONTROL, HOST_PART, Links
 from zeroshard.wire.mesh import Axis, refuse_blocking_nccl
 
 __all__ = ["NcclComm"]
 
 Tensor = torch.Tensor
 Begin = Callable[[Tensor, Tensor, Any], Any]
-ALL, GATHERS, REDUCES, COPIES, PARTS = "all", "gathers", "reductions", "copies", "parts"
-FORTH, BACK = "activations", "gradients of activations"
-"""The process groups."""
 
 
 @final
@@ -49,14 +47,9 @@ class NcclComm(LinkedComm):
 
     def __init__(self, links: Links, ledger: Ledger) -> None:
         refuse_blocking_nccl()
-        links.new_group(ALL, "nccl")
+        for name, axes in communicators(dict(links.mesh.axes)).items():
+            links.new_group(name, "nccl", *axes)
         super().__init__(links, ledger, ALL, Native())
-        links.new_group(GATHERS, "nccl", "shard")
-        links.new_group(REDUCES, "nccl", "shard")
-        if self.mesh.replicas > 1:
-            links.new_group(COPIES, "nccl", "replicate")
-        if len(self.mesh.tensor_ranks) > 1:
-            links.new_group(PARTS, "nccl", "tensor")
         if PART in links.groups:
             links.new_group(HOST_PART, "gloo", "replicate", "shard")
         self._reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -67,10 +60,6 @@ class NcclComm(LinkedComm):
 
     def _is_of_host(self, tensor: Tensor) -> bool:
         return not self.links.is_on_device(tensor)
-
-    def connect(self) -> None:
-        self.links.new_group(FORTH, "nccl")
-        self.links.new_group(BACK, "nccl")
 
     def message(self, start: Callable[..., Any], tensor: Tensor, tag: Tag, **peer: int) -> Pending:
         if self._is_of_host(tensor):

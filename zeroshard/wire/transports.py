@@ -9,6 +9,7 @@ from types import MappingProxyType
 import torch
 import torch.distributed as dist
 
+from zeroshard.table.groups import PART
 from zeroshard.table.settings import Settings
 from zeroshard.table.trace import Ledger
 from zeroshard.table.wires import Messages
@@ -16,7 +17,7 @@ from zeroshard.wire.codec import Codec, Rounded, Scaled
 from zeroshard.wire.comm import Comm, SoloComm
 from zeroshard.wire.gloo import GlooComm
 from zeroshard.wire.host import HostComm
-from zeroshard.wire.links import PART, Links
+from zeroshard.wire.links import Links
 from zeroshard.wire.memory import HostMemory
 from zeroshard.wire.mesh import Mesh, backend_of
 from zeroshard.wire.nccl import NcclComm
@@ -52,10 +53,10 @@ def make_comm(mesh: Mesh, settings: Settings, ledger: Ledger) -> Comm:
             "process group with zs.init()."
         )
     links = Links(mesh, settings.watchdog_s, settings.heartbeat_s)
-    if len(mesh.tensor_ranks) > 1:
-        links.new_group(PART, backend, "replicate", "shard")
     if backend == "nccl":
         return NcclComm(links, ledger)
+    if len(mesh.tensor_ranks) > 1:
+        links.new_group(PART, backend, "replicate", "shard")
     messages = GlooComm(links, ledger, Messages(settings.wire_bytes))
     is_wanted = settings.shared_memory and mesh.shard_size > 1
     memory = _share_host(messages, is_wanted) if mesh.device.type == "cpu" else None
