@@ -64,3 +64,9 @@ def test_a_plan_counts_the_communicators_that_ranks_make(sizes: dict[str, int]) 
 def test_one_rank_has_none() -> None:
     plan = zs.plan("gpt2", world_size=1, seq=256)
     assert plan.outside_bytes == plan.asked.device.context_bytes
+
+
+def test_other_programs_have_one_for_each_axis() -> None:
+    plan = zs.plan("gpt2", world_size=8, seq=256, tensor=2, system="fsdp2")
+    device = plan.asked.device
+    assert plan.outside_bytes == device.context_bytes + 2 * device.communicator_bytes

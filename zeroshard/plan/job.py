@@ -267,7 +267,7 @@ def outside_bytes_of(options: Options) -> int:
     """
     axes = {"shard": options.shard_ranks, "tensor": options.tensor, "replicate": options.replicas}
     groups = sum(ranks > 1 for ranks in (*axes.values(), options.islands, options.pipe))
-    if groups and not options.system.kernels.program:
+    if groups and options.system == ZEROSHARD:
         islands = [{"replicate": options.islands}] * (options.islands > 1)
         meshes = [axes, *islands, *[{"pipe": options.pipe}] * (options.pipe > 1)]
         groups = 1 + sum(len(communicators(mesh)) for mesh in meshes)
