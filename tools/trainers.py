@@ -238,7 +238,9 @@ def _ends(found: Sequence[Found], expected: Sequence[Found]) -> tuple[list[Found
     cut: list[Found] = []
     for resumed, whole in zip(found, expected, strict=True):
         lengths = {key: len(value) for key, value in resumed.items() if key != "model"}
-        cut.append({key: value if key == "model" else value[-lengths[key] :] for key, value in whole.items()})
+        cut.append(
+            {key: value[len(value) - lengths[key] :] if key in lengths else value for key, value in whole.items()}
+        )
     return [*found], cut
 
 
