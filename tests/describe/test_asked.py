@@ -60,7 +60,7 @@ def search(**asked: Any) -> Search:
 def command(**asked: Any) -> str:
     """Run `zeroshard plan`; raise what it says with the class of the error, which a command does not show."""
     app, said, shown = typer.Typer(), list[str](), list[str]()
-    add_commands(app, shown.append, said.append)
+    add_commands(app, shown.append, said.append, lambda *_: None)
     words = [word for name, value in asked.items() for word in (f"--{name}", str(value))]
     CliRunner().invoke(app, ["gpt2", "--ranks", "1", "--seq", "64", *words])
     if said:

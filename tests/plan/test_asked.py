@@ -255,9 +255,7 @@ LLAMA = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "config", [[], None, "x", LLAMA | {"hidden_size": "x"}, LLAMA | {"mlp_bias": True}, LLAMA | {"vocab_size": None}]
-)
+@pytest.mark.parametrize("config", [[], None, "x", LLAMA | {"hidden_size": "x"}, LLAMA | {"vocab_size": None}])
 def test_a_config_of_other_kinds_is_named(config: object, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match=tmp_path.name):
@@ -296,7 +294,7 @@ def test_a_damaged_plan_is_named(entry: str, tmp_path: Path) -> None:
 )
 def test_the_command_says_what_it_does_not_take(asked: list[str], said: str) -> None:
     app, said_so = typer.Typer(), list[str]()
-    add_commands(app, print, said_so.append)
+    add_commands(app, print, said_so.append, lambda *_: None)
     CliRunner().invoke(app, ["gpt2", *asked])
     assert len(said_so) == 1
     assert said_so[0].startswith(said)

@@ -219,11 +219,6 @@ def test_a_page_is_filled() -> None:
         filled(text, {})
 
 
-def test_the_page_lists_the_paper_s_slips() -> None:
-    words = " ".join(PAGE.read_text().split())
-    assert [slip for slip in data.SLIPS if slip not in words] == []
-
-
 # -- pictures ---------------------------------------------------------------------------------------------------------
 
 
