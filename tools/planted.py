@@ -1670,7 +1670,7 @@ TWO_A_ROOM = (
         "tests/wire/test_votes.py::test_each_rank_learns_the_least_of_all[3]",
     ),
     Bug(
-        "a loader goes on at the batch of one rank",
+        "a loader resumes at the batch of one rank",
         "loader.py",
         "// (size * ranks)",
         "// size",

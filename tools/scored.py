@@ -8,13 +8,13 @@ A test compares both with the result.
 """
 
 import json
-import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import circumstances, write_result
+from tools.tables import fill
 
 __all__ = ["margins_of", "summary_of", "table_of", "write"]
 
@@ -22,7 +22,6 @@ ROOT = Path(__file__).parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "scorecard.json"
 MARGINS = ROOT / "zeroshard" / "plan" / "margins.json"
 PAGE = ROOT / "docs" / "plan.md"
-BLOCK = re.compile(r"(<!-- table: scorecard -->\n).*?(\n<!-- end -->)", re.DOTALL)
 LEAST, WORST = 5, 0.05
 """The least rows of a line of the table; the part of the rows of time that are listed one by one."""
 KEPT = ("groups", "margins", "systems", "sources", "halves", "labels", "skipped")
@@ -69,7 +68,7 @@ def table_of(result: Mapping[str, Any]) -> str:
 def write(result: Mapping[str, Any]) -> None:
     """Write the margins and the table."""
     MARGINS.write_text(margins_of(result))
-    PAGE.write_text(BLOCK.sub(lambda found: found[1] + table_of(result) + found[2], PAGE.read_text()))
+    PAGE.write_text(fill(PAGE.read_text(), "scorecard", table_of(result)))
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ import torch
 import transformers
 
 from benchmarks.machine import circumstances, write_result
+from benchmarks.optimizers import put_table
 from tests.integrations import test_accelerate, test_lightning, test_trainers, test_trl
 from tests.oracle import STAGES, seed
 from zeroshard.testing import RankFailure, run_ranks
@@ -42,7 +43,6 @@ PAGE = ROOT / "docs/trainers.md"
 RESULTS = ROOT / "benchmarks/results"
 FILES = ("trainers.json", "trainers-oldest.json")
 """Results of the newest releases, and of the oldest."""
-BEGIN, END = "<!-- table: trainers -->\n", "<!-- end -->\n"
 PACKAGES = ("torch", "transformers", "accelerate", "trl", "peft", "lightning")
 RANKS: Final = 2
 STEPS: Final = 20
@@ -342,19 +342,13 @@ def table(results: Sequence[Mapping[str, Any]]) -> str:
                 "" if kills is None else f"{kills['kills']}, {kills['lost']} lost",
             ]
             rows.append(f"| {' | '.join(cells)} |")
-    return "\n".join(rows) + "\n"
+    return "\n".join(rows)
 
 
 def _stages(found: Mapping[str, float | str], limit: float) -> str:
     right = [stage for stage, value in found.items() if not isinstance(value, str) and value <= limit]
     wrong = [f"**{stage}: {value}**" for stage, value in found.items() if stage not in right]
     return ", ".join([*right, *wrong])
-
-
-def filled(text: str, results: Sequence[Mapping[str, Any]]) -> str:
-    """Return a page with the table in its place."""
-    before, rest = text.split(BEGIN)
-    return before + BEGIN + "\n" + table(results) + "\n" + END + rest.split(END)[1]
 
 
 def committed() -> list[dict[str, Any]]:
@@ -373,19 +367,20 @@ def main() -> None:
     )
     arguments = parser.parse_args()
     if arguments.write:
-        PAGE.write_text(filled(PAGE.read_text(), committed()))
+        PAGE.write_text(put_table(PAGE.read_text(), table(committed()), "trainers"))
         return
     found: dict[str, Any] = {}
     if arguments.output and arguments.output.exists():
         found = json.loads(arguments.output.read_text())["trainers"]
     resumed = [name for name in arguments.only if CASES[name].is_resumed]
     each = -(-arguments.kills // max(len(resumed), 1))
+    here = circumstances("tools.trainers", PACKAGES)
     for name in arguments.only:
         with TemporaryDirectory(prefix="zeroshard-trainers-") as folder:
-            found[name] = try_case(name, Path(folder), each) | {"commit": circumstances("", ())["commit"]}
+            found[name] = try_case(name, Path(folder), each) | {"commit": here["commit"]}
         print(name, json.dumps(found[name]), flush=True)
         if arguments.output:
-            write_result(arguments.output, circumstances("tools.trainers", PACKAGES) | {"trainers": found})
+            write_result(arguments.output, here | {"trainers": found})
 
 
 if __name__ == "__main__":

@@ -98,7 +98,7 @@ def _add(app: typer.Typer, wanted: str) -> None:
         from zeroshard.peers import COMMANDS as OF_OTHERS
 
         if wanted in OF_OTHERS:
-            _fail(f"there is no command {wanted!r}; write {OF_OTHERS[wanted]}")
+            _fail(f"unknown command {wanted!r}; write {OF_OTHERS[wanted]}")
     if wanted in adders:
         try:
             adders[wanted](app)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import zeroshard as zs
-from tests.oracle import third
+from tests.rotation import third
 from zeroshard.testing import RankFailure, run_ranks
 from zeroshard.watch import descriptors
 

@@ -8,7 +8,7 @@ import torch
 
 import zeroshard as zs
 from tests.integrations.test_trainers import TIMEOUT_S, Made, arguments, found_in, trainer_of
-from tests.oracle import third
+from tests.rotation import third
 from zeroshard.integrations.transformers import Trainer, on_meta
 from zeroshard.testing import RankFailure, run_ranks
 
@@ -89,5 +89,5 @@ def test_a_number_in_place_of_arguments_is_named(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_is_not_there_is_not_looked_for_elsewhere(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"no local folder of this name with a config\.json"):
+    with pytest.raises(ValueError, match=r"the local folder has no config\.json, or does not exist"):
         on_meta(tmp_path / "gone")

@@ -169,7 +169,7 @@ def test_a_config_file_is_read(tmp_path: Path) -> None:
         (
             {"world_size": 8, "batch_tokens": 10**6},
             ValueError,
-            r"batch_tokens=1,000,000 is no multiple of 32,768: 8 data rank\(s\), micro-batches of 1 x 4,096 tokens",
+            r"batch_tokens=1,000,000 is not a multiple of 32,768: 8 data rank\(s\), micro-batches of 1 x 4,096 tokens",
         ),
         ({"world_size": 8, "activations": "forget"}, ValueError, "there is no treatment 'forget'"),
         ({"world_size": 8, "inputs": [1]}, TypeError, "inputs: of modules only; llama-3-8b is a shape"),

@@ -155,7 +155,7 @@ def test_mistakes_end_with_one_message(arguments, message, monkeypatch, capsys, 
 @pytest.mark.parametrize(("command", "remedy"), COMMANDS.items())
 def test_commands_of_other_programs_are_answered(command, remedy, monkeypatch, capsys):
     status, out, err = _main(monkeypatch, capsys, command)
-    assert (status, out, err) == (2, "", f"zeroshard: there is no command {command!r}; write {remedy}\n")
+    assert (status, out, err) == (2, "", f"zeroshard: unknown command {command!r}; write {remedy}\n")
 
 
 @pytest.mark.rotates

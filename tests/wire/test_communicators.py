@@ -1,5 +1,6 @@
 """The communicators of NCCL: those that ranks make are those that plans count."""
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,10 +25,7 @@ class Recording:
 
 
 def made_by(axes: tuple[tuple[str, int], ...]) -> list[str]:
-    ranks = 1
-    for _, size in axes:
-        ranks *= size
-    links = Recording(zs.Mesh(0, ranks, 0, torch.device("cuda", 0), axes))
+    links = Recording(zs.Mesh(0, math.prod(size for _, size in axes), 0, torch.device("cuda", 0), axes))
     NcclComm(links, Ledger())  # type: ignore[arg-type]
     return links.made
 

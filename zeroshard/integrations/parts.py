@@ -36,7 +36,7 @@ def save_in(zero: zs.Zero, folder: Path, step: int | None = None, extra: Mapping
 
     Collective: as `zero.save`, after a barrier; every rank must call.
     """
-    path = folder / FOLDER / ("state" if step is None else f"step-{step}")
+    path = _part(folder, step)
     if zero.mesh.rank == 0 and path.exists():
         shutil.rmtree(path)
     zero.agree(True, "the folder of the checkpoint")
@@ -46,14 +46,18 @@ def save_in(zero: zs.Zero, folder: Path, step: int | None = None, extra: Mapping
 def remove_others(folder: Path, step: int) -> None:
     """Remove the steps but one that a folder has, when the trainer's own file is that of this step."""
     for path in (folder / FOLDER).glob("step-*"):
-        if path.name != f"step-{step}":
+        if path != _part(folder, step):
             shutil.rmtree(path)
 
 
 def of_step(folder: Path, step: int) -> Path | None:
     """Return the part of this step; without it, as `newest_in`."""
-    path = folder / FOLDER / f"step-{step}"
+    path = _part(folder, step)
     return path if path.exists() else newest_in(folder)
+
+
+def _part(folder: Path, step: int | None) -> Path:
+    return folder / FOLDER / ("state" if step is None else f"step-{step}")
 
 
 def newest_in(folder: Path) -> Path | None:

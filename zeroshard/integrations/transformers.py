@@ -243,7 +243,7 @@ def on_meta(folder: str | Path, kind: Any = transformers.AutoModelForCausalLM) -
         ValueError: there is no `config.json`.
     """
     if not Path(folder, "config.json").exists():
-        raise ValueError(f"on_meta({str(folder)!r}): there is no local folder of this name with a config.json.")
+        raise ValueError(f"on_meta({str(folder)!r}): the local folder has no config.json, or does not exist.")
     config = transformers.AutoConfig.from_pretrained(folder)
     with torch.device("meta"):
         model: torch.nn.Module = kind.from_config(config)

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from zeroshard.plan.shape.shapes import SHAPES, NoShapeError, read_config
+from zeroshard.plan.shape.shapes import NoShapeError, shape_of
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -36,9 +36,9 @@ def module_of(model: Any) -> tuple[Any, Any]:
     """
     if isinstance(model, str) and (found := IMPORTED.fullmatch(model)) and not Path(model).exists():
         return _called(model, *found.groups())
-    if isinstance(model, str | Path) and model not in SHAPES and Path(model).exists():
+    if isinstance(model, str | Path):
         try:
-            return read_config(model), None
+            return shape_of(model), None
         except NoShapeError:
             from transformers import AutoConfig
 

@@ -125,8 +125,8 @@ def make_plan(
         fused: whether the optimizer has `fused=True`. On a CPU, torch's default updates parameters in a loop, with
             temporary memory.
         inputs: for modules, the positional or keyword arguments of forward for one micro-batch; by default, what models
-            of Transformers take, with `batch` and `seq`. Tokens are counted in these inputs, or
-            samples if no input has integers.
+            of Transformers take, with `batch` and `seq`. Tokens are counted in these inputs, or samples if no input has
+            integers.
         loss: for modules, a function from the output to the loss; by default the output itself, its `loss`, or its sum.
         units: for modules, as in `zs.shard`.
         reads: for modules, returns the values of tensors that the module reads, as in `if x.any():`.

@@ -69,8 +69,9 @@ def micro_batches_of(batch_tokens: int, options: Options) -> int:
     each = dataclasses.replace(options, micro_batches=1).tokens_per_step
     if each == 0 or check_count("batch_tokens", batch_tokens) % each:
         raise ValueError(
-            f"batch_tokens={batch_tokens:,} is no multiple of {each:,}: {options.place_ranks // options.tensor} data "
-            f"rank(s), micro-batches of {options.batch} x {options.sequence:,} tokens. Change one of these numbers."
+            f"batch_tokens={batch_tokens:,} is not a multiple of {each:,}: {options.place_ranks // options.tensor} "
+            f"data rank(s), micro-batches of {options.batch} x {options.sequence:,} tokens. Change one of these "
+            "numbers."
         )
     return batch_tokens // each
 
