@@ -3,6 +3,7 @@
 import logging
 import os
 import signal
+import time
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,9 @@ from typing import Any
 import lightning
 import pytest
 import torch
+from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins import AsyncCheckpointIO
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -184,6 +187,7 @@ def run_trainer(
     resumes: bool,
     an_epoch: int = 4,
     killed_after: int = 0,
+    plugins: Any = None,
 ) -> dict[str, Any]:
     """Train with accumulation over two micro-batches; return losses, evaluations, a last evaluation and parameters.
 
@@ -200,7 +204,7 @@ def run_trainer(
     trainer = lightning.Trainer(
         **MEMBERS, strategy=strategy, max_steps=steps, accumulate_grad_batches=2, gradient_clip_val=clip,
         val_check_interval=an_epoch, callbacks=[saves, Killing(killed_after or -1)], default_root_dir=folder,
-        logger=False, enable_progress_bar=False, enable_model_summary=False,
+        logger=False, enable_progress_bar=False, enable_model_summary=False, plugins=plugins,
     )  # fmt: skip
     task = Task()
     trainer.fit(task, batches(0, 8 * an_epoch), batches(999, 8), ckpt_path="last" if resumes else None)
@@ -257,6 +261,34 @@ def test_a_kill_in_a_save_leaves_the_checkpoint_before(tmp_path: Path) -> None:
         assert resumed["loss"] == expected["loss"][8:]  # after the first epoch
         assert_equal(flat(resumed)[-2:], flat(expected)[-2:])
     assert {path.name for path in Path(folder, "last.ckpt", "zeroshard").glob("step-*")} == {"step-12"}
+
+
+class Slow(TorchCheckpointIO):
+    """Takes its time to write a file."""
+
+    def save_checkpoint(self, *args: Any, **options: Any) -> None:
+        time.sleep(0.3)
+        super().save_checkpoint(*args, **options)
+
+
+def run_with_writes_in_background(folder: str) -> list[int]:
+    """Train two epochs; return the steps of Lightning's own file when earlier steps are removed."""
+    module, found = zeroshard.integrations.lightning, list[int]()
+    removed = module.remove_others
+
+    def remove(path: Path, step: int) -> None:
+        found.append(torch.load(path / module.VALUES, weights_only=False)["global_step"])
+        assert found[-1] == step
+        removed(path, step)
+
+    module.remove_others = remove
+    run_trainer(3, folder, None, 8, False, plugins=[AsyncCheckpointIO(Slow())])
+    return found
+
+
+def test_a_step_stays_until_a_write_in_background_has_ended(tmp_path: Path) -> None:
+    (found, _) = run_ranks(run_with_writes_in_background, 2, str(tmp_path), timeout_s=TIMEOUT_S)
+    assert set(found) == {4, 8}
 
 
 def evaluate_alone(folder: str) -> float:

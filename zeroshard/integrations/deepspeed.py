@@ -4,6 +4,7 @@ Owns the values. `deepspeed_keys.py` has what becomes of each key; nothing that 
 without a sentence. Needs no DeepSpeed.
 """
 
+import difflib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -146,14 +147,40 @@ def read(source: str | Path | Mapping[str, Any]) -> Mapping[str, Any]:
 
 def notes_of(config: Mapping[str, Any]) -> Iterator[Note]:
     """Yield what becomes of each key of a configuration; "refused" for unknown ones, and for "auto"."""
-    for key, value in _flat(config):
-        way, why = KEYS.get(key, ("refused", "unknown to DeepSpeed 0.19.8"))
-        if value == "auto" and way != "without meaning":
+    values = dict(_flat(config))
+    faults = {**_faults(values, "optimizer", optimizer_of), **_faults(values, "scheduler", scheduler_of)}
+    for key, value in values.items():
+        way, why = KEYS.get(key) or ("refused", f"unknown to DeepSpeed 0.19.8{_nearest(key)}")
+        if key in faults:
+            yield Note(key, value, "refused", faults[key])
+        elif value == "auto" and way != "without meaning":
             yield Note(key, value, "refused", "the Trainer of Transformers fills 'auto'; write a value")
         elif way == "refused" and key in KEYS and _is_off(value):
             yield Note(key, value, "without meaning", "off, or without effect")
         else:
             yield Note(key, value, way, why)
+
+
+def _faults(values: Mapping[str, Any], section: str, make: Callable[[str, Any], Any]) -> dict[str, str]:
+    """Return why nothing can be made of a section, by the key at fault."""
+    name, given = values.get(f"{section}.type"), values.get(f"{section}.params", {})
+    if not isinstance(name, str) or not isinstance(given, Mapping):
+        return {}
+    try:
+        make(name, given)
+    except ValueError as error:
+        key, _, why = str(error).partition(": ")
+        return {key if key in values else f"{section}.type": why}
+    return {}
+
+
+def _nearest(key: str) -> str:
+    """Return the names that somebody may have meant by an unknown one."""
+    name = key.rpartition(".")[-1]
+    near = [one for one in KEYS if one.rpartition(".")[-1] == name] or difflib.get_close_matches(
+        key, [*KEYS, *SECTIONS], n=2
+    )
+    return f"; did you mean {' or '.join(near[:2])}?" if near else ""
 
 
 def _flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

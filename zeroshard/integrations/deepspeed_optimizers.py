@@ -31,7 +31,7 @@ def optimizer_of(name: str, asked: Mapping[str, Any]) -> Callable[[Iterable[Any]
     """
     given = dict(asked)
     if not given.pop("bias_correction", True):
-        raise ValueError("optimizer.params.bias_correction is false: torch's Adam corrects its bias.")
+        raise ValueError("optimizer.params: bias_correction is false; torch's Adam corrects its bias.")
     kind, options = name.lower(), {one: value for one, value in given.items() if one not in KERNELS}
     if kind in ("adam", "adamw"):
         is_decoupled = kind == "adamw" or given.get("adam_w_mode", True)
@@ -41,17 +41,17 @@ def optimizer_of(name: str, asked: Mapping[str, Any]) -> Callable[[Iterable[Any]
         cls = zs.optim.Lion
     elif kind in ("lamb", "muon", "muadam", "muadamw", "musgd") or "bit" in kind:
         raise ValueError(
-            f"optimizer.type={name!r} of DeepSpeed has no equal here (zs.optim.Lamb and zs.optim.Muon have other "
-            "formulas): make the optimizer yourself, and leave the section out."
+            f"optimizer.type: {name!r} of DeepSpeed has no equal here (zs.optim.Lamb and zs.optim.Muon have other "
+            "formulas); make the optimizer yourself, and leave the section out."
         )
     else:
         cls = {one.lower(): value for one, value in vars(torch.optim).items() if inspect.isclass(value)}.get(kind)
     if cls is None or "params" not in (taken := inspect.signature(cls).parameters):
-        raise ValueError(f"optimizer.type={name!r} is not an optimizer of DeepSpeed or torch.")
+        raise ValueError(f"optimizer.type: {name!r} is not an optimizer of DeepSpeed or torch.")
     if unknown := sorted(options.keys() - taken.keys()):
-        raise ValueError(f"optimizer.params has {', '.join(unknown)}, which {cls.__name__} does not take.")
+        raise ValueError(f"optimizer.params: {cls.__name__} does not take {', '.join(unknown)}.")
     if "auto" in options.values():
-        raise ValueError(f"optimizer.params has {AUTO}")
+        raise ValueError(f"optimizer.params: {AUTO}")
     return lambda parameters: cls(parameters, **options)
 
 
@@ -65,16 +65,16 @@ def scheduler_of(name: str, given: Mapping[str, Any]) -> Callable[[torch.optim.O
         ValueError: the schedule is another one, or a parameter is unknown.
     """
     if name not in ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR"):
-        raise ValueError(f"scheduler.type={name!r}: use a scheduler of torch.optim.lr_scheduler, and leave this out.")
+        raise ValueError(f"scheduler.type: {name!r}; use a scheduler of torch.optim.lr_scheduler, and leave this out.")
     known = {"warmup_num_steps", "warmup_type", "total_num_steps", "last_batch_iteration"}
     is_cosine = name == "WarmupCosineLR"
     known |= {"warmup_min_ratio", "cos_min_ratio"} if is_cosine else {"warmup_min_lr", "warmup_max_lr"}
     if unknown := sorted(given.keys() - known):
-        raise ValueError(f"scheduler.params has {', '.join(unknown)}, which {name} does not take.")
+        raise ValueError(f"scheduler.params: {name} does not take {', '.join(unknown)}.")
     if "auto" in given.values():
-        raise ValueError(f"scheduler.params has {AUTO}")
+        raise ValueError(f"scheduler.params: {AUTO}")
     if name != "WarmupLR" and "total_num_steps" not in given:
-        raise ValueError(f"scheduler.params of {name} needs total_num_steps.")
+        raise ValueError(f"scheduler.params: {name} needs total_num_steps.")
     warmup, total = max(2, given.get("warmup_num_steps", 1000)), given.get("total_num_steps", 0)
 
     def risen(step: int) -> float:

@@ -18,6 +18,7 @@ from zeroshard.integrations.parts import FOLDER, of_step, options_with, remove_o
 try:
     from lightning.fabric.strategies import DDPStrategy as FabricDDP
     from lightning.fabric.strategies.strategy import _BackwardSyncControl
+    from lightning.pytorch.plugins import AsyncCheckpointIO
     from lightning.pytorch.strategies import DDPStrategy
 except ModuleNotFoundError as error:
     raise ImportError(
@@ -221,9 +222,12 @@ class ZeroStrategy(DDPStrategy):  # type: ignore[misc]
         if self.is_global_zero and folder.is_file():
             self.remove_checkpoint(folder)
         save_in(self.zero, folder, step)
-        # Its file says which step the checkpoint has.
-        super().save_checkpoint(checkpoint, folder / VALUES, storage_options)
         if self.is_global_zero:
+            writer = self.checkpoint_io
+            while isinstance(writer, AsyncCheckpointIO):  # whose file would end after the earlier step is removed
+                writer = writer.checkpoint_io
+            # This file says which step the checkpoint has.
+            writer.save_checkpoint(checkpoint, folder / VALUES, storage_options=storage_options)
             remove_others(folder, step)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
