@@ -515,7 +515,6 @@ class Zero:
         path: str | Path,
         *,
         model_only: bool = False,
-        only_model: bool = False,
         cast: bool = False,
         loader: Stateful | None = None,
     ) -> Loaded:
@@ -530,7 +529,6 @@ class Zero:
             path: the checkpoint's folder, on a file system that all ranks share.
             model_only: load only parameters and buffers; the path may then be a safetensors file, or a folder of such
                 files as Transformers writes it, or a checkpoint that was saved with `model_only`.
-            only_model: the earlier name of `model_only`.
             cast: convert dtypes that differ; without it, a difference is an error.
             loader: the data loader or sampler that continues at the saved position, as in `save`.
 
@@ -549,9 +547,8 @@ class Zero:
                 "beginning then: `if (path := zs.latest(folder)) is not None: zero.load(path)`."
             )
         self._saver.wait("zero.load()")
-        only_model = only_model or model_only
         start = load if self._together is None else functools.partial(load_islands, islands=self._together)
-        loaded = start(self._engine, self._model, self._sharded, path, only_model=only_model, cast=cast)
+        loaded = start(self._engine, self._model, self._sharded, path, model_only=model_only, cast=cast)
         if self._islands is not None:
             self._islands.loaded()
         restore(self.mesh.across, loader, loaded.extra, path)

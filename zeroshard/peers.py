@@ -131,6 +131,7 @@ OF_LOAD: Mapping[str, str] = MappingProxyType(
     {
         "load_optimizer_states": "write model_only=True for False, and nothing for True",
         "map_location": "each rank reads its part to its device; leave it out",
+        "only_model": "write model_only=True",
         "strict": "names must be equal; zero.gathered(writeback=True) takes model.load_state_dict(state, strict=False)",
         "tag": "the path names the checkpoint; zs.latest(folder) finds the newest",
         "weights_only": "checkpoints hold no code, so nothing is unpickled; write model_only=True for parameters alone",

@@ -165,11 +165,11 @@ def test_the_command_says_what_it_wrote(of_fsdp2: Callable[[str], tuple[Path, An
     code, lines, _ = small.command("import", folder / "nested", tmp_path / "step-1")
     assert code == 0
     assert "states of AdamW; load it with zero.load(path)" in lines[0]
-    for source, options in (("model", []), ("nested", ["--only-model", "--model", "app.model"])):
+    for source, options in (("model", []), ("nested", ["--model-only", "--model", "app.model"])):
         code, lines, _ = small.command("import", folder / source, tmp_path / source, *options)
         assert code == 0
-        assert "only_model=True" in lines[0]
-        zs.shard(Net()).load(tmp_path / source, only_model=True)
+        assert "model_only=True" in lines[0]
+        zs.shard(Net()).load(tmp_path / source, model_only=True)
     code, _, problems = small.command("import", folder / "nested", tmp_path / "b", "--model", "model")
     assert code == 1
     assert "no tensors of a model at 'model'; there are ['app.model']" in problems[0]
@@ -182,9 +182,9 @@ def test_states_under_numbers_are_refused(tmp_path: Path) -> None:
     model(torch.ones(1, 3)).sum().backward()
     optimizer.step()
     dcp.save({"model": model.state_dict(), "optim": optimizer.state_dict()}, checkpoint_id=tmp_path / "a", no_dist=True)
-    with pytest.raises(zs.CheckpointError, match=r"under numbers, not names.*--only-model"):
+    with pytest.raises(zs.CheckpointError, match=r"under numbers, not names.*--model-only"):
         import_checkpoint(tmp_path / "a", tmp_path / "b")
-    import_checkpoint(tmp_path / "a", tmp_path / "b", only_model=True)
+    import_checkpoint(tmp_path / "a", tmp_path / "b", model_only=True)
     verify(tmp_path / "b")
 
 
@@ -207,7 +207,7 @@ def test_state_dicts_of_torch_save_are_read(tmp_path: Path) -> None:
     for number, source in enumerate((tmp_path / "pytorch_model.bin", tmp_path, parts)):
         other = Net()
         zero = zs.shard(other)
-        zero.load(import_checkpoint(source, tmp_path / f"step-{number}"), only_model=True)
+        zero.load(import_checkpoint(source, tmp_path / f"step-{number}"), model_only=True)
         with zero.gathered():
             assert all(torch.equal(other.state_dict()[name], value) for name, value in values.items())
     index.write_text(index.read_text().replace("00002-of", "00001-of"))
@@ -219,6 +219,14 @@ def test_deepspeeds_own_folder_is_refused_with_the_way(tmp_path: Path) -> None:
     torch.save({}, tmp_path / "mp_rank_00_model_states.pt")
     with pytest.raises(zs.CheckpointError, match=r"zero_to_fp32\.py"):
         import_checkpoint(tmp_path, tmp_path / "new")
+
+
+def test_the_folder_above_names_what_it_has(tmp_path: Path) -> None:
+    small_dcp(tmp_path / "step-7")
+    with pytest.raises(zs.CheckpointError, match=r"nor \.metadata; name one of the 1 checkpoints .* such as step-7"):
+        import_checkpoint(tmp_path, tmp_path / "new")
+    with pytest.raises(zs.CheckpointError, match="the folder does not exist"):
+        import_checkpoint(tmp_path / "none", tmp_path / "new")
 
 
 # -- damage and malice ------------------------------------------------------------------------------------------------

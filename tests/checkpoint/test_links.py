@@ -48,7 +48,7 @@ def test_a_list_names_a_link(runs: Path) -> None:
 
 COMMANDS: dict[str, Callable[[Path], object]] = {
     "load": lambda link: small.Small().zero.load(link),
-    "load of the model": lambda link: small.Small().zero.load(link, only_model=True),
+    "load of the model": lambda link: small.Small().zero.load(link, model_only=True),
     "verify": verify,
     "diff": lambda link: diff(link.parent / "step-2", link),
     "diff of the first": lambda link: diff(link, link.parent / "step-2"),
@@ -72,7 +72,7 @@ def test_a_link_in_the_place_of_tensors_is_refused(tmp_path: Path, outside: Path
         with pytest.raises(zs.CheckpointError, match=rf"{source.name}: is a link to .*, and links are not followed"):
             import_checkpoint(source, tmp_path / "new")
         with pytest.raises(zs.CheckpointError, match=rf"{source.name}: is a link to .*, and links are not followed"):
-            small.Small().zero.load(source, only_model=True)
+            small.Small().zero.load(source, model_only=True)
 
 
 def test_nothing_is_written_over_a_link(tmp_path: Path, outside: Path) -> None:

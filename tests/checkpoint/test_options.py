@@ -56,7 +56,7 @@ def test_the_model_alone(tmp_path: Path) -> None:
     verify(path)
     sizes = [sum(one.stat().st_size for one in folder.iterdir()) for folder in (path, whole)]
     assert sizes[0] < 0.6 * sizes[1]
-    with pytest.raises(zs.CheckpointError, match="only_model=True"):
+    with pytest.raises(zs.CheckpointError, match="model_only=True"):
         other.zero.load(path)
     assert other.zero.load(path, model_only=True).extra == {"a": 1}
     with trainer.zero.gathered():

@@ -369,8 +369,8 @@ def refused(folder: str) -> dict[str, str]:
         assert_same(before, run.values(), case)
 
     dist.barrier()
-    load("a part", f"{folder}/part-0", only_model=True)
-    load("different", f"{folder}/part-{place}", only_model=True)
+    load("a part", f"{folder}/part-0", model_only=True)
+    load("different", f"{folder}/part-{place}", model_only=True)
     for case, act in {
         "missing": lambda: os.rename(path / FILE, path / "away"),
         "doubled": lambda: shutil.copy(path / FILE, path / FILE.replace("00003-of", "00005-of")),

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -171,6 +172,13 @@ def test_calls_out_of_order(tmp_path: Path) -> None:
     assert f"{tmp_path / 'a'}: is not a checkpoint: the folder does not exist" in found
     (tmp_path / "a").mkdir()
     assert "so it was never finished" in error_of(lambda: trainer.zero.load(tmp_path / "a"))
+    for name, loaded, clue in (
+        ("runs/step-7/manifest.json", "runs", "name one of the 1 checkpoints that it has, such as step-7"),
+        ("fsdp2/.metadata", "fsdp2", "`zeroshard checkpoint import` reads"),
+    ):
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).touch()
+        assert clue in error_of(partial(trainer.zero.load, tmp_path / loaded))
     assert "does not begin with a dot" in error_of(lambda: trainer.zero.save(tmp_path / ".a"))
     assert "keep must be at least 2" in error_of(lambda: trainer.zero.save(tmp_path / "a-1", keep=1))
 

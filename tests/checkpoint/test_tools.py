@@ -121,13 +121,13 @@ def import_gpt2(folder: str, way: str) -> torch.Tensor:
     model = tiny_gpt2(4)
     zero = zs.shard(model, stage=3)
     if way == "folder":
-        zero.load(f"{folder}/again", only_model=True)
+        zero.load(f"{folder}/again", model_only=True)
     else:
         path = Path(folder, f"imported-{zero.mesh.rank}")
         if zero.mesh.rank == 0:
             import_checkpoint(f"{folder}/again", path)
         dist.barrier()
-        zero.load(Path(folder, "imported-0"), only_model=True)
+        zero.load(Path(folder, "imported-0"), model_only=True)
     with zero.gathered(), torch.no_grad():
         return model(torch.arange(9)[None]).logits
 
@@ -158,7 +158,7 @@ def test_an_export_is_row_major_and_imports_into_other_strides(tmp_path: Path) -
 
 def import_zoo(folder: str) -> dict[str, torch.Tensor]:
     trainer = Trainer.make(3, key=4)
-    trainer.zero.load(f"{folder}/plain", only_model=True)
+    trainer.zero.load(f"{folder}/plain", model_only=True)
     with trainer.zero.gathered():
         return {name: value.clone() for name, value in trainer.model.state_dict().items()}
 
@@ -178,10 +178,10 @@ def test_tied_names_in_a_folder_must_hold_the_same(tmp_path: Path) -> None:
     values = {name: torch.randn(tensor.shape) for name, tensor in Tied().state_dict().items()}
     save_file(values, tmp_path / "model.safetensors")
     with pytest.raises(zs.CheckpointError, match=r"'other.weight' is tied to 'one.weight' in the model, and has other"):
-        zero.load(tmp_path, only_model=True)
+        zero.load(tmp_path, model_only=True)
     values["other.weight"] = values["one.weight"].clone()
     save_file(values, tmp_path / "model.safetensors")
-    assert zero.load(tmp_path, only_model=True) == zs.Loaded(0, {})
+    assert zero.load(tmp_path, model_only=True) == zs.Loaded(0, {})
     with zero.gathered():
         assert torch.equal(model.other.weight, values["one.weight"])
     with pytest.raises(zs.CheckpointError, match=r"has no manifest.json"):

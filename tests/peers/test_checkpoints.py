@@ -185,7 +185,7 @@ def test_a_checkpoint_of_a_compiled_model_has_its_names(stage: int, options: dic
         zero.save(folder / "step-2")
         plain = models.build(models.Stack)
         loaded = zs.shard(plain, stage=0, **settled(options))
-        loaded.load(folder / "step-2", only_model=True)
+        loaded.load(folder / "step-2", model_only=True)
         assert_same(values(zero, model), values(loaded, plain))
 
 

@@ -315,7 +315,7 @@ def test_names_of_compiled_modules_in_recomputed_ones(stage: int, options: dict[
         zero.save(folder / "step-2")
         plain = models.build(models.Stack)
         loaded = zs.shard(plain, stage=0, **settled(options))
-        loaded.load(folder / "step-2", only_model=True)
+        loaded.load(folder / "step-2", model_only=True)
         assert_same(values(zero, model), values(loaded, plain))
 
 
@@ -370,7 +370,7 @@ def test_weights_alone_are_loaded_into_masters_too(stage: int, options: dict[str
             zero = zs.shard(model, optimizer, stage=stage, precision="bf16", **settled(options))
             if value:
                 train(model, optimizer, range(2))
-                zero.load(folder / "start", only_model=True)
+                zero.load(folder / "start", model_only=True)
             else:
                 zero.save(folder / "start")
             train(model, optimizer, range(3))

@@ -89,11 +89,11 @@ def make_commands(line: Print, problem: Print, progress: Progress) -> "typer.Typ
         target: Annotated[Path, typer.Argument(help="The new checkpoint.")],
         model: Annotated[str | None, typer.Option(help="Of a DCP folder: keys to the model, as in app.model.")] = None,
         optimizer: Annotated[str | None, typer.Option(help="Of a DCP folder: the optimizer's class.")] = None,
-        only_model: Annotated[bool, typer.Option("--only-model", help="Leave optimizers out.")] = False,
+        model_only: Annotated[bool, typer.Option("--model-only", help="Leave optimizers out.")] = False,
     ) -> None:
         """Create a checkpoint from another program's: a model, and the optimizers of a DCP folder (FSDP2)."""
         with failure:
-            path = import_checkpoint(source, target, model=model, optimizer=optimizer, only_model=only_model)
+            path = import_checkpoint(source, target, model=model, optimizer=optimizer, model_only=model_only)
             say(f"{path}: written; {described(path)}")
 
     for name, command in (("ls", ls), ("verify", check), ("diff", compare), ("export", write), ("import", read)):

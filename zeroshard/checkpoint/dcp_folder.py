@@ -43,7 +43,7 @@ class DcpFolder(Source):
 
     Args:
         model: the keys that lead to the model's state dict, joined by dots; None finds it.
-        only_model: leave optimizers out.
+        model_only: leave optimizers out.
         optimizer: the class of the optimizers; None tells Adam, AdamW and SGD by their options.
 
     Raises:
@@ -51,14 +51,14 @@ class DcpFolder(Source):
     """
 
     def __init__(
-        self, path: str | Path, *, model: str | None = None, only_model: bool = False, optimizer: str | None = None
+        self, path: str | Path, *, model: str | None = None, model_only: bool = False, optimizer: str | None = None
     ) -> None:
         folder = Path(path)
         files.refuse_link(folder)
         self._reader = _Reader(folder, read_dcp_metadata(folder / METADATA))
         self._class = optimizer
         self._held: tuple[str, Tensor] | None = None
-        self.layout: Layout = layout_of(self._reader.entries(), str(folder), model=model, only_model=only_model)
+        self.layout: Layout = layout_of(self._reader.entries(), str(folder), model=model, model_only=model_only)
         self._keys = dict(self.layout.model)
         specs = {name: self._describe_tensor("model", name, key) for name, key in self._keys.items()}
         super().__init__(folder, specs, None, zlib.crc32(repr(sorted(specs.items())).encode()))
@@ -89,7 +89,7 @@ class DcpFolder(Source):
             raise CheckpointError(
                 f"{self.path}: '{flat}' has shape {(*described.size,)} for a parameter of shape "
                 f"{self.specs[name].shape}. States of another shape than their parameter's cannot be imported: import "
-                "the model alone (--only-model)."
+                "the model alone (--model-only)."
             )
         return False
 

@@ -22,7 +22,7 @@ METADATA: Final = ".metadata"
 """The file that makes a folder one of torch.distributed.checkpoint."""
 NAMES: Final = (
     "Save the optimizer by torch.distributed.checkpoint.state_dict.get_optimizer_state_dict, or import the model alone "
-    "(--only-model)."
+    "(--model-only)."
 )
 
 Way = tuple[Any, ...]
@@ -74,13 +74,13 @@ class Layout:
     rest: Sequence[str]
 
 
-def layout_of(entries: Sequence[Entry], where: str, *, model: str | None, only_model: bool) -> Layout:
+def layout_of(entries: Sequence[Entry], where: str, *, model: str | None, model_only: bool) -> Layout:
     """Tell the model from its optimizers and the rest.
 
     Args:
         where: the folder, for messages.
         model: the keys that lead to the model, joined by dots; "" where the folder holds its state dict alone.
-        only_model: count the optimizers among the rest.
+        model_only: count the optimizers among the rest.
 
     Raises:
         CheckpointError: there is no model, or several fit, or states have numbers for names.
@@ -91,7 +91,7 @@ def layout_of(entries: Sequence[Entry], where: str, *, model: str | None, only_m
     rest = []
     for one in entries:
         root = next((way for way in optimizers if _is_below(one.way, way)), None)
-        if root is not None and not only_model:
+        if root is not None and not model_only:
             _add(optimizers[root], one, one.way[len(root) :], where)
         elif root is None and one.numel is not None and isinstance(one.way[-1], str):
             models[one.way[:-1]][one.way[-1]] = one
@@ -99,7 +99,7 @@ def layout_of(entries: Sequence[Entry], where: str, *, model: str | None, only_m
             rest.append(one.key)
     way = _model_of(models, {name for keys in optimizers.values() for name in keys.states}, where, model)
     rest += [one.key for other, found in models.items() if other != way for one in found.values()]
-    found = [] if only_model else list(optimizers.values())
+    found = [] if model_only else list(optimizers.values())
     return Layout({name: one.key for name, one in models[way].items()}, found, sorted(rest))
 
 

@@ -17,10 +17,11 @@ import numpy as np
 from zeroshard.checkpoint import files, strict
 from zeroshard.checkpoint.adapter import adapter_names, is_adapted
 from zeroshard.checkpoint.attempt import new_folder
+from zeroshard.checkpoint.dcp_layout import METADATA
 from zeroshard.checkpoint.fit import check_fit
 from zeroshard.checkpoint.manifest import MANIFEST
 from zeroshard.checkpoint.ranges import ITEM_BYTES, Spec
-from zeroshard.checkpoint.reader import CheckpointReader, Source, opened, read_exactly, read_text
+from zeroshard.checkpoint.reader import CheckpointReader, Source, clue_of, opened, read_exactly, read_text
 from zeroshard.checkpoint.verify import verify
 from zeroshard.checkpoint.writer import FileWriter, write_file
 from zeroshard.table.errors import CheckpointError
@@ -226,7 +227,8 @@ def files_of(path: Path, single: str) -> list[Path]:
         return [path / name for name in sorted(names)]
     if (path / single).exists():
         return [path / single]
-    raise CheckpointError(f"{path}: holds neither {index.name} nor {single}.")
+    clue = f"; {clue}" if (clue := clue_of(path)) else "" if path.exists() else "; the folder does not exist"
+    raise CheckpointError(f"{path}: holds neither {index.name}, {single} nor {METADATA}{clue}.")
 
 
 def _read_index(path: Path) -> dict[str, str]:

@@ -32,12 +32,12 @@ def import_checkpoint(
     step: int | None = None,
     model: str | None = None,
     optimizer: str | None = None,
-    only_model: bool = False,
+    model_only: bool = False,
 ) -> Path:
     """Write the checkpoint of another program as one of this package.
 
     Of safetensors files and `torch.save`d state dicts (what DeepSpeed's `zero_to_fp32.py` writes) it has parameters and
-    buffers, for `zero.load(path, only_model=True)`. Of a folder of torch.distributed.checkpoint (FSDP2) it has the
+    buffers, for `zero.load(path, model_only=True)`. Of a folder of torch.distributed.checkpoint (FSDP2) it has the
     states, groups and hyper-parameters of the optimizers, too. Generators of random numbers are in none of them: each
     rank keeps its own. Nothing that a pickle names is run: files that hold more than numbers, texts and tensors are
     refused.
@@ -50,7 +50,7 @@ def import_checkpoint(
             dots; None finds it.
         optimizer: the class of the optimizers in such a folder, which it does not name; None tells Adam, AdamW and SGD
             by their options.
-        only_model: leave the optimizers of such a folder out.
+        model_only: leave the optimizers of such a folder out.
 
     Raises:
         CheckpointError: the source is invalid, damaged or would run code, or the target exists.
@@ -60,16 +60,16 @@ def import_checkpoint(
         from zeroshard.checkpoint.dcp_folder import DcpFolder
         from zeroshard.checkpoint.described import pack
 
-        folder = DcpFolder(path, model=model, only_model=only_model, optimizer=optimizer)
+        folder = DcpFolder(path, model=model, model_only=model_only, optimizer=optimizer)
         places = {name: place for place, name in enumerate(folder.specs)}
         states = [_checked(one, places, path) for one in folder.optimizers]
         if step is None:
             step = max((one["steps"] for one in states), default=0)
         tensors = [*folder.specs.values(), *folder.states.values()]
         return _write(folder, tensors, pack(states, places), Path(target), step)
-    if model is not None or optimizer is not None or only_model:
+    if model is not None or optimizer is not None or model_only:
         raise CheckpointError(
-            f"{path}: --model, --optimizer and --only-model are for folders of torch.distributed.checkpoint, which "
+            f"{path}: --model, --optimizer and --model-only are for folders of torch.distributed.checkpoint, which "
             f"have a file {METADATA}; this has none."
         )
     reader = _reader_of(path)
@@ -97,7 +97,7 @@ def _checked(described: dict[str, Any], places: dict[str, int], path: Path) -> d
         name = min(strangers, default="a parameter")
         raise CheckpointError(
             f"{path}: {name} of an optimizer is not in the model, or not in exactly one group. Import the model alone "
-            "(--only-model)."
+            "(--model-only)."
         )
     return described
 
@@ -130,4 +130,4 @@ def described(path: Path) -> str:
     reader = CheckpointReader(path)
     names = [one["class"] for one in strict.loads(reader.read_extra(), EXTRA)["optimizers"]]
     what = f"{len(reader.specs)} tensors of the model, {len(reader.states)} states of {', '.join(names)}"
-    return f"{what}; load it with zero.load(path)" if names else "load it with zero.load(path, only_model=True)"
+    return f"{what}; load it with zero.load(path)" if names else "load it with zero.load(path, model_only=True)"

@@ -337,7 +337,7 @@ def load_islands(
     path: str | Path,
     *,
     islands: Islands,
-    only_model: bool,
+    model_only: bool,
     cast: bool,
 ) -> Loaded:
     """Load a checkpoint on all islands. See `Zero.load`. Collective: every rank of all islands must call."""
@@ -346,14 +346,14 @@ def load_islands(
     also = partial(_read_islands, engine, islands)
     with for_all_islands(islands, f"{what} of {source}"):
         islands.settle()
-        folder, generators = _folder_of(islands, source, only_model=only_model)
-        loaded = load(engine, model, optimizers, folder, only_model=only_model, cast=cast, also=also)
+        folder, generators = _folder_of(islands, source, model_only=model_only)
+        loaded = load(engine, model, optimizers, folder, model_only=model_only, cast=cast, also=also)
         if generators is not None:
             write_generators(generators, islands.device)
     return loaded
 
 
-def _folder_of(islands: Islands, path: Path, *, only_model: bool) -> tuple[Path, dict[str, Tensor] | None]:
+def _folder_of(islands: Islands, path: Path, *, model_only: bool) -> tuple[Path, dict[str, Tensor] | None]:
     """Return the folder that this island loads, and its generators if they are to stay.
 
     They stay on all islands but the first, where the checkpoint has none for them.
@@ -362,7 +362,7 @@ def _folder_of(islands: Islands, path: Path, *, only_model: bool) -> tuple[Path,
         CheckpointError: the folder has no valid checkpoint.
     """
     island, kind = islands.comm.mesh.rank, _kind(islands)
-    if only_model and is_tensor_folder(path):
+    if model_only and is_tensor_folder(path):
         return path, None
     reader = CheckpointReader(path)
     if COUNTERS in reader.states and _read_numbers(reader, COUNTERS, torch.int64)[: len(kind)] == kind:

@@ -95,7 +95,7 @@ def load(
     optimizers: Sequence[ShardedOptimizer],
     path: str | Path,
     *,
-    only_model: bool = False,
+    model_only: bool = False,
     cast: bool = False,
     also: Also = lambda reader: None,
 ) -> Loaded:
@@ -107,14 +107,14 @@ def load(
     source, what = Path(path), "zero.load()"
     begin(engine, what)
     with together(engine, f"{what}: comparing {source} with the model", UNCHANGED):
-        reader = FolderReader(source) if only_model and is_tensor_folder(source) else CheckpointReader(source)
-        items, groups = model_items(engine, model), [] if only_model else groups_of(optimizers)
+        reader = FolderReader(source) if model_only and is_tensor_folder(source) else CheckpointReader(source)
+        items, groups = model_items(engine, model), [] if model_only else groups_of(optimizers)
         whole = Whole({item.spec.name: item.spec for item in items}, aliases_of(engine, model), groups)
     whole = join_model(engine, whole, what, UNCHANGED)
     with together(engine, f"{what}: comparing {source} with the model", UNCHANGED):
         _check_model(whole, reader, cast)
         content = read_content(reader) if isinstance(reader, CheckpointReader) else None
-        rest = None if only_model else content
+        rest = None if model_only else content
         if rest is not None:
             _check_optimizers(whole.optimizers, rest.optimizers, str(source / EXTRA))
             _check_states(optimizers, whole, rest)
@@ -124,10 +124,10 @@ def load(
     with together(engine, f"{what}: verifying {source}", UNCHANGED):
         if content is not None:
             # A rank checks the blocks that it reads, and a share of the blocks that no rank reads.
-            trained = () if only_model else optimizers
+            trained = () if model_only else optimizers
             for is_state, name, start, stop in _wanted(items, trained, content.reader, engine.mesh):
                 content.reader.verify_range(name, start, stop, is_state=is_state)
-            but = frozenset(["model"] if only_model else ["model", "state"])
+            but = frozenset(["model"] if model_only else ["model", "state"])
             mesh = engine.mesh.across
             content.reader.verify(mesh.rank, mesh.world_size, but=but)
     with together(engine, f"{what}: reading {source}", MIXED):
@@ -287,7 +287,7 @@ def to_rows(values: Tensor, spec: Spec) -> Tensor:
 def _check_optimizers(here: list[dict[str, Any]], there: list[dict[str, Any]], where: str) -> None:
     """Raise unless optimizers are of the same classes, with the same parameters in the same groups."""
     mine, theirs = [one["class"] for one in here], [one["class"] for one in there]
-    remedy = "Build the same optimizers, or load with only_model=True."
+    remedy = "Build the same optimizers, or load with model_only=True."
     if mine != theirs:
         raise CheckpointError(
             f"{where}: the optimizers are {shown(theirs)} in the checkpoint and {mine} here. {remedy}"

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import final
 
 from zeroshard.checkpoint import files, strict
+from zeroshard.checkpoint.dcp_layout import METADATA
 from zeroshard.checkpoint.index import parse
 from zeroshard.checkpoint.manifest import (
     BLOCK_BYTES,
@@ -30,7 +31,7 @@ from zeroshard.checkpoint.manifest import (
 from zeroshard.checkpoint.ranges import Spec, make_header
 from zeroshard.table.errors import CheckpointError
 
-__all__ = ["CheckpointReader", "Source", "opened", "read_exactly", "read_manifest", "read_text"]
+__all__ = ["CheckpointReader", "Source", "clue_of", "opened", "read_exactly", "read_manifest", "read_text"]
 
 KEPT_BLOCKS = 4
 """Blocks of 4 MiB that a reader keeps: its whole memory, beside what it hands out."""
@@ -121,16 +122,28 @@ def read_manifest(folder: Path) -> tuple[Manifest, int]:
         if not folder.exists():
             why = "the folder does not exist"
         elif folder.is_dir():
-            why = f"it has no {MANIFEST}, so it was never finished"
+            why = clue_of(folder) or f"it has no {MANIFEST}, so it was never finished"
         else:
             why = (
                 "it is a file. One that torch.save() wrote is read by `with zero.gathered(writeback=True):` and "
                 "model.load_state_dict(torch.load(path)) inside it, on every rank; weights in safetensors by "
-                "zero.load(path, only_model=True)"
+                "zero.load(path, model_only=True)"
             )
         raise CheckpointError(f"{folder}: is not a checkpoint: {why}.")
     data = read_text(path)
     return parse(data, str(path), lambda name, nbytes: read_text(folder / name, nbytes)), zlib.crc32(data)
+
+
+def clue_of(folder: Path) -> str:
+    """Say what a folder without a manifest is, and what reads it, where the names in it tell; else ""."""
+    if (folder / METADATA).exists():
+        return (
+            f"it is a folder of torch.distributed.checkpoint (it has a file {METADATA}), which `zeroshard checkpoint "
+            "import` reads"
+        )
+    names = files.names_in(folder) if folder.is_dir() else []
+    within = [name for name in names if any((folder / name / one).exists() for one in (MANIFEST, METADATA))]
+    return f"name one of the {len(within)} checkpoints that it has, such as {within[-1]}" if within else ""
 
 
 @final

@@ -240,7 +240,7 @@ class ZeroStrategy(DDPStrategy):  # type: ignore[misc]
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load parameters and states. Collective: as `zero.load`; every rank must call."""
         if self.zero is not None and (path := of_step(self._loaded, checkpoint["global_step"])) is not None:
-            self.zero.load(path, only_model=not self.optimizers)
+            self.zero.load(path, model_only=not self.optimizers)
         elif self.zero is not None:
             with self.zero.gathered(writeback=True):
                 super().load_model_state_dict(checkpoint, strict)

@@ -202,7 +202,7 @@ class ZeroMixin(transformers.Trainer if TYPE_CHECKING else object):  # type: ign
         if self.zero is None:
             super()._load_best_model()
         elif (path := newest_in(Path(str(self.state.best_model_checkpoint)))) is not None:
-            self.zero.load(path, only_model=True)
+            self.zero.load(path, model_only=True)
         else:  # save_only_model=True
             with self.zero.gathered(writeback=True):
                 super()._load_best_model()

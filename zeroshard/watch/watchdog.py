@@ -348,7 +348,8 @@ def _end_of(published: str) -> str:
     if words.startswith(ENDED):
         return (
             f"it ended while others needed it; before that it was {words.removeprefix(ENDED)} (if it had fewer batches "
-            "than others: zero.agree() decides alike whether there is a next one)"
+            "than others: zero.agree() decides alike whether there is a next one; if others save or evaluate alone: "
+            "every rank must call)"
         )
     # Only the parent of a process learns the number of a signal.
     end = "its process exited without reporting an error (a signal, a crash, os._exit)"
