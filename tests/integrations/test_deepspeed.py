@@ -9,145 +9,41 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import TrainingArguments
 
 import zeroshard as zs
 from tests.contract.blocks import examples, run_block
 from tests.contract.source import REPOSITORY
 from tests.oracle import WATCHDOG_S
 from zeroshard import cli
-from zeroshard.integrations.deepspeed import from_deepspeed, notes_of
+from zeroshard.integrations.deepspeed import DeepSpeed, from_deepspeed, notes_of
 from zeroshard.integrations.deepspeed_keys import KEYS
 from zeroshard.testing import run_ranks
 
 FIELDS = [line for line in Path(__file__).with_name("deepspeed_fields.txt").read_text().splitlines() if line[0] != "#"]
-ADAM = {"type": "Adam", "params": {"lr": 0.001, "betas": [0.8, 0.999], "eps": 1e-8, "weight_decay": 3e-7}}
-WARMUP = {"type": "WarmupLR", "params": {"warmup_min_lr": 0, "warmup_max_lr": 0.001, "warmup_num_steps": 1000}}
-SCALE = {"loss_scale": 0, "loss_scale_window": 1000, "initial_scale_power": 16, "hysteresis": 2, "min_loss_scale": 1}
-BUCKETS = {
-    "allgather_partitions": True, "allgather_bucket_size": 2e8, "overlap_comm": True, "reduce_scatter": True,
-    "reduce_bucket_size": 2e8, "contiguous_gradients": True,
-}  # fmt: skip
-CPU = {"device": "cpu", "pin_memory": True}
-AUTO_ADAMW = {"type": "AdamW", "params": dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")}
-AUTO = dict.fromkeys(
-    ("gradient_accumulation_steps", "gradient_clipping", "train_batch_size", "train_micro_batch_size_per_gpu"), "auto"
-)
-PUBLISHED: dict[str, tuple[dict[str, Any], str]] = {
-    "microsoft/DeepSpeedExamples training/cifar/ds_config.json": (
-        {
-            "train_batch_size": 16, "steps_per_print": 250, "optimizer": ADAM, "scheduler": WARMUP,
-            "gradient_clipping": 1.0, "prescale_gradients": False,
-            "bf16": {"enabled": True, "bf16_master_weights_and_grads": False, **SCALE},
-            "fp16": {"enabled": False, "fp16_master_weights_and_grads": False, **SCALE},
-            "wall_clock_breakdown": False, "zero_optimization": {"stage": 0, **BUCKETS, "cpu_offload": False},
-        },
-        "",
-    ),
-    "CSCfi/pytorch-ddp-examples ds_config.json": (
-        {
-            "train_batch_size": 400, "steps_per_print": 2000, "optimizer": ADAM, "scheduler": WARMUP,
-            "gradient_clipping": 1.0, "prescale_gradients": False, "wall_clock_breakdown": False,
-        },
-        "",
-    ),
-    "OvJat/DeepSpeedTutorial deepspeed_config.json": (
-        {
-            "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1, "optimizer": ADAM,
-            "scheduler": WARMUP,
-            "activation_checkpointing": {
-                "partition_activations": True, "cpu_checkpointing": True, "contiguous_memory_optimization": False,
-                "number_checkpoints": None, "synchronize_checkpoint_boundary": False, "profile": True,
-            },
-            "fp16": {"enabled": True, "auto_cast": False, **SCALE, "consecutive_hysteresis": False},
-            "zero_optimization": {
-                "stage": 3, "offload_param": CPU, "offload_optimizer": CPU, "contiguous_gradients": True,
-                "overlap_comm": True,
-            },
-        },
-        "activations",  # translated; a model of plain layers has nothing to partition
-    ),
-    "allenai/feb deepspeed_config.json": (
-        {
-            "zero_optimization": {"stage": 2, "offload_optimizer": CPU, **BUCKETS},
-            "train_micro_batch_size_per_gpu": 1,
-            "optimizer": {"type": "Adam", "params": {"adam_w_mode": True, "lr": 3e-5}},
-            "scheduler": {
-                "type": "WarmupLR",
-                "params": {"warmup_min_lr": 3e-5, "warmup_max_lr": 3e-5, "warmup_num_steps": 0},
-            },
-        },
-        "",
-    ),
-    "FrankLeeeee/llama-deepspeed-benchmark ds_config.json": (
-        {
-            "fp16": {"enabled": True, **SCALE, "initial_scale_power": 8}, "optimizer": {"type": "Adam"},
-            "zero_optimization": {"stage": 2, **BUCKETS}, "gradient_accumulation_steps": 1, "train_batch_size": 32,
-            "train_micro_batch_size_per_gpu": 4, "zero_allow_untested_optimizer": True,
-        },
-        "train_batch_size=32 is not train_micro_batch_size_per_gpu=4 x gradient_accumulation_steps=1 x 2 ranks",
-    ),
-    "aqlaboratory/openfold deepspeed_config.json": (
-        {
-            "fp16": {"enabled": False, "min_loss_scale": 1}, "amp": {"enabled": False, "opt_level": "O2"},
-            "bfloat16": {"enabled": True},
-            "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}, "contiguous_gradients": True},
-            "activation_checkpointing": {"partition_activations": True, "cpu_checkpointing": False, "profile": False},
-            "gradient_clipping": 0.1, "zero_force_ds_cpu_optimizer": False,
-        },
-        "activations",
-    ),
-    "catid/cifar10deepspeed deepspeed_config.json": (
-        {
-            "_read_the_docs": "https://www.deepspeed.ai/docs/config-json/", "train_micro_batch_size_per_gpu": 256,
-            "gradient_accumulation_steps": 1, "gradient_clipping": 5.0, "prescale_gradients": False,
-            "comms_logger": {"enabled": True}, "tensorboard": {"enabled": False, "output_path": "logs"},
-            "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
-            "scheduler": {"type": "OneCycle", "params": {"cycle_min_lr": 1e-4, "cycle_max_lr": 4e-3}},
-            "fp16": {"enabled": True, **SCALE}, "zero_optimization": {"stage": 0, **BUCKETS},
-            "checkpoint": {"use_node_local_storage": True},
-        },
-        "_read_the_docs",
-    ),
-    "cofe-ai/fast-gector deepspeed_config.json": (
-        {
-            "train_batch_size": 256, "gradient_accumulation_steps": 2,
-            "optimizer": {"type": "Adam", "params": {"lr": 1e-5}, "eps": 1e-8, "weight_decay": 1e-2},
-            "gradient_clipping": 1.0, "fp16": {"enabled": False},
-            "amp": {"enabled": True, "opt_level": "O1", "loss_scale": "dynamic"},
-        },
-        "optimizer.eps = 1e-08: refused: unknown to DeepSpeed 0.19.8",
-    ),
-    "CarperAI/trlx ds_config.json": (
-        {
-            "gradient_clipping": 1.0, "gradient_accumulation_steps": 1, "train_batch_size": "auto",
-            "train_micro_batch_size_per_gpu": "auto", "fp16": {"enabled": False}, "bf16": {"enabled": False},
-            "zero_optimization": {
-                "stage": 2, "offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}, **BUCKETS,
-            },
-        },
-        "train_batch_size = \"auto\": refused: the Trainer of Transformers fills 'auto'; write a value",
-    ),
-    "haotian-liu/LLaVA scripts/zero3_offload.json": (
-        {
-            "fp16": {"enabled": "auto", **SCALE}, "bf16": {"enabled": True}, "optimizer": AUTO_ADAMW, **AUTO,
-            "zero_optimization": {
-                "stage": 3, "offload_optimizer": CPU, "offload_param": CPU, "sub_group_size": 1e9,
-                "stage3_prefetch_bucket_size": "auto", "stage3_max_live_parameters": 1e9,
-                "gather_16bit_weights_on_model_save": True,
-            },
-            "steps_per_print": 1e5,
-        },
-        "fp16.enabled",
-    ),
-    "QwenLM/Qwen finetune/ds_config_zero2.json": (
-        {
-            "fp16": {"enabled": "auto", **SCALE}, "bf16": {"enabled": "auto"}, "optimizer": AUTO_ADAMW, **AUTO,
-            "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "none", "pin_memory": True}, **BUCKETS},
-        },
-        "bf16.enabled",
-    ),
-}  # fmt: skip
-"""Published configurations by repository and file, and what is refused in them on 2 ranks; "" if nothing is."""
+PUBLISHED = json.loads(Path(__file__).with_name("deepspeed_published.json").read_text())
+"""Published configurations by repository, commit and file."""
+REFUSED = {
+    "FrankLeeeee/llama-deepspeed-benchmark ds_config.json": "train_batch_size=32 is not train_micro",
+    "catid/cifar10deepspeed deepspeed_config.json": "_read_the_docs",
+    "cofe-ai/fast-gector deepspeed_config.json": "optimizer.eps = 1e-08: refused: unknown to DeepSpeed 0.19.8",
+    "ds_config_W8A8_Qgroup64_fp32.json": "compression_training",
+    "nccl/deepspeed_onebitadam_bsz96_config.json": "bias_correction is false",
+    "BingBertSquad/deepspeed_bsz24_config.json": "bias_correction is false",
+    "deberta/ds_config_fp16_tune.json": "autotuning",
+    "deepspeed_bsz4k_01adam_config_seq128_nccl.json": "bias_correction is false",
+    "deepspeed_bsz64k_onebitlamb_config_seq128_nccl.json": "bias_correction is false",
+    "deepspeed_bsz4k_progressive_layer_drop_config_seq128.json": "progressive_layer_drop",
+    "deepspeed_bsz64k_lamb_config_seq128.json": "sparse_attention",
+    "ds_config_gpt_base_random_ltd.json": "data_efficiency",
+    "imagenet/config/ds_fp16_z1_config.json": "cuda_visible_devices = 0: refused: unknown to DeepSpeed 0.19.8",
+    "zero1_torch_compile.json": "compile",
+    "zero2_torch_compile.json": "compile",
+    "zero3_bf16_cpuoffload_params.json": "offload_param to host: parameters go where states go",
+    "ds_z2_autotp_config.json": "tensor_parallel",
+    "ds_z3_fp8_config.json": 'comms_config = {"verbose": false}: refused: unknown to DeepSpeed 0.19.8',
+}
+"""What is refused in published files on 2 ranks, by the end of their names."""
 
 
 def test_every_field_has_a_class_and_a_sentence() -> None:
@@ -159,14 +55,32 @@ def test_every_field_has_a_class_and_a_sentence() -> None:
     assert all(why and not why.endswith(".") for _, why in KEYS.values())
 
 
-def train(config: dict[str, Any], options: list[str]) -> list[float]:
+def read_alike(config: dict[str, Any], folder: str) -> DeepSpeed:
+    """Read a configuration on 2 ranks; TrainingArguments that agree with it fill "auto"."""
+    if '"auto"' not in json.dumps(config):
+        return from_deepspeed(config, world_size=2)
+    micro_batch, accumulation = (
+        config.get(name) if isinstance(config.get(name), int) else 2
+        for name in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    )
+    args = TrainingArguments(
+        folder, per_device_train_batch_size=micro_batch, gradient_accumulation_steps=accumulation, max_steps=3,
+        use_cpu=True, report_to=[],
+    )  # fmt: skip
+    for name in ("fp16", "bf16"):  # which TrainingArguments refuses on a CPU
+        setattr(args, name, config.get(name, {}).get("enabled") is True)
+    read = from_deepspeed(config, args=args, world_size=2)
+    assert read.micro_batch in (micro_batch, None) and read.accumulation in (accumulation, 1)
+    return read
+
+
+def train(read: DeepSpeed) -> list[float]:
     """Train three steps as a configuration says; return the losses."""
     ranks = zs.init(seed=0)
-    read = from_deepspeed(config)
-    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+    block = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh())
+    model = torch.nn.Sequential(block, torch.nn.Linear(8, 1))
     optimizer = (read.make_optimizer or torch.optim.AdamW)(model.parameters())
-    given = {name: value for name, value in read.options.items() if name not in options}
-    zs.shard(model, optimizer, **given, settings=zs.Settings(watchdog_s=WATCHDOG_S))
+    zero = zs.shard(model, optimizer, **read.options, units=[block], settings=zs.Settings(watchdog_s=WATCHDOG_S))
     scheduler = None if read.make_scheduler is None else read.make_scheduler(optimizer)
     losses = []
     for step in range(3):
@@ -181,18 +95,40 @@ def train(config: dict[str, Any], options: list[str]) -> list[float]:
             scheduler.step()
         optimizer.zero_grad()
         losses.append(loss.item())
+    zero.detach()
     return losses
 
 
-@pytest.mark.parametrize("origin", PUBLISHED)
-def test_published_files_translate_and_train_or_say_why_not(origin: str) -> None:
-    config, refused = PUBLISHED[origin]
-    if refused not in ("", "activations"):
-        with pytest.raises(ValueError, match=re.escape(refused)):
-            from_deepspeed(copy.deepcopy(config), world_size=2)
-        return
-    for losses in run_ranks(train, 2, config, [refused], timeout_s=120):
-        assert len(losses) == 3 and all(map(math.isfinite, losses))
+def train_all(folder: str) -> dict[str, list[float]]:
+    """Train as each published file says that translates."""
+    names = [name for name in PUBLISHED if not name.endswith(tuple(REFUSED))]
+    return {name: train(read_alike(PUBLISHED[name], folder)) for name in names}
+
+
+def test_published_files_translate_and_train(tmp_path: Path) -> None:
+    found = run_ranks(train_all, 2, str(tmp_path), timeout_s=120)
+    for by_name in found:
+        assert len(by_name) == len(PUBLISHED) - len(REFUSED)
+        for name, losses in by_name.items():
+            assert len(losses) == 3 and all(map(math.isfinite, losses)), name
+
+
+@pytest.mark.parametrize("end", REFUSED)
+def test_published_files_say_why_not(end: str, tmp_path: Path) -> None:
+    (name,) = (name for name in PUBLISHED if name.endswith(end))
+    with pytest.raises(ValueError, match=re.escape(REFUSED[end])):
+        read_alike(copy.deepcopy(PUBLISHED[name]), str(tmp_path))
+
+
+def test_what_the_arguments_leave_open_stays_auto(tmp_path: Path) -> None:
+    config = {"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto"}}}
+    args = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[], warmup_steps=2)
+    with pytest.raises(ValueError, match="refused: 'auto'"):
+        from_deepspeed(config, args=args)
+    args.max_steps = 8
+    assert from_deepspeed(config, args=args).make_scheduler is not None
+    with pytest.raises(ValueError, match=r"gradient_clipping is 2.0, and the arguments say 1.0"):
+        from_deepspeed({"gradient_clipping": 2.0}, args=args)
 
 
 @pytest.mark.parametrize(
@@ -243,7 +179,7 @@ def test_values_are_arguments_of_shard(config: dict[str, Any], options: dict[str
         ({"optimizer": {"type": "AdamW", "params": {"rate": 1}}}, "AdamW does not take rate"),
         (
             {"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}},
-            "refused: 'auto', which the Trainer of Transformers fills",
+            "refused: 'auto': write a value, or pass args=TrainingArguments(...)",
         ),
         (
             {"scheduler": {"type": "OneCycle"}},

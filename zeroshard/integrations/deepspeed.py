@@ -15,6 +15,7 @@ from typing import Any, Final, final
 import torch
 
 import zeroshard as zs
+from zeroshard.integrations.deepspeed_auto import filled
 from zeroshard.integrations.deepspeed_keys import KEYS, Way
 from zeroshard.integrations.deepspeed_optimizers import optimizer_of, scheduler_of
 from zeroshard.table.stages import row_of_stage
@@ -67,15 +68,19 @@ class DeepSpeed:
     notes: tuple[Note, ...] = field(default=(), repr=False)
 
 
-def from_deepspeed(source: str | Path | Mapping[str, Any], *, world_size: int | None = None) -> DeepSpeed:
+def from_deepspeed(
+    source: str | Path | Mapping[str, Any], *, args: Any = None, world_size: int | None = None
+) -> DeepSpeed:
     """Read a configuration of DeepSpeed.
 
     Args:
         source: a JSON file, or its contents as a mapping.
+        args: TrainingArguments of Transformers, which give the values of "auto", and must agree with the others.
         world_size: the number of ranks, to check batches; by default that of the process group, if there is one.
 
     Raises:
-        ValueError: keys are unknown, refused, of another type, "auto", or contradict each other; all are listed.
+        ValueError: keys are unknown, refused, of another type, "auto" without `args`, or contradict each other or the
+            arguments; all are listed.
 
     ```python
     import torch
@@ -89,7 +94,7 @@ def from_deepspeed(source: str | Path | Mapping[str, Any], *, world_size: int | 
     zero = zs.shard(model, optimizer, **read.options)
     ```
     """
-    config = read(source)
+    config = read(source) if args is None else filled(read(source), args, world_size)
     notes = [*notes_of(config)]
     if refused := [str(one) for one in notes if one.way == "refused"]:
         raise ValueError("DeepSpeed's configuration has keys that cannot be used:\n  " + "\n  ".join(refused))
@@ -154,7 +159,7 @@ def notes_of(config: Mapping[str, Any]) -> Iterator[Note]:
         if key in faults:
             yield Note(key, value, "refused", faults[key])
         elif value == "auto" and way != "without meaning":
-            yield Note(key, value, "refused", "the Trainer of Transformers fills 'auto'; write a value")
+            yield Note(key, value, "refused", "write a value, or pass args=TrainingArguments(...), which gives it")
         elif way == "refused" and key in KEYS and _is_off(value):
             yield Note(key, value, "without meaning", "off, or without effect")
         else:
@@ -250,10 +255,11 @@ def _options(get: _Values, world_size: int | None) -> dict[str, Any]:
         options["mesh"] = world_size // size
     if (op := get.get("gradient_allreduce_op", str)) is not None:
         options["reduction"] = op
-    links = {"partition_activations": "partition", "cpu_checkpointing": "offload"}
-    asked = [link for name, link in links.items() if get.get(f"activation_checkpointing.{name}", bool)]
-    if asked:
-        options["activations"] = "+".join(["recompute", *asked])
+    partitions, offloads = (
+        get.get(f"activation_checkpointing.{name}", bool) for name in ("partition_activations", "cpu_checkpointing")
+    )
+    if partitions or offloads:
+        options["activations"] = "recompute+offload" if offloads else "recompute"
     leaves = get.get("zero_optimization.leaf_module", Mapping, {})
     if names := [*leaves.get("classes", ()), *leaves.get("names", ())]:
         raise ValueError(f"zero_optimization.leaf_module: pass the modules {names} as units= of zs.shard.")

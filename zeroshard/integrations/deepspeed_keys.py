@@ -175,7 +175,10 @@ KEYS: Final[Mapping[str, tuple[Way, str]]] = MappingProxyType(
         "zero_optimization.save_muon_momentum_buffer_in_memory": ("without meaning", "states are where offload= says"),
         "zero_optimization.leaf_module": ("translated", "units=: names or classes of modules that are gathered whole"),
         # activations
-        "activation_checkpointing.partition_activations": ("translated", "activations='recompute+partition'"),
+        "activation_checkpointing.partition_activations": (
+            "translated",
+            "activations='recompute'; write 'recompute+partition' where mesh= has an axis \"tensor\"",
+        ),
         "activation_checkpointing.cpu_checkpointing": ("translated", "activations='recompute+offload'"),
         "activation_checkpointing.number_checkpoints": ("without meaning", "each unit is recomputed by itself"),
         "activation_checkpointing.contiguous_memory_optimization": ("without meaning", "buffers are the allocator's"),

@@ -17,7 +17,7 @@ __all__ = ["optimizer_of", "scheduler_of"]
 
 KERNELS: Final = frozenset("torch_adam adam_w_mode fp32_optimizer_states set_grad_none cuda_aware".split())
 """Parameters of DeepSpeed's optimizers that choose kernels."""
-AUTO: Final = "'auto', which the Trainer of Transformers fills; write a value."
+AUTO: Final = "'auto': write a value, or pass args=TrainingArguments(...), which gives it."
 
 
 def optimizer_of(name: str, asked: Mapping[str, Any]) -> Callable[[Iterable[Any]], torch.optim.Optimizer]:

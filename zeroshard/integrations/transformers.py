@@ -34,7 +34,7 @@ REFUSED: Final = MappingProxyType(
     {
         "auto_find_batch_size": "it would shard the model again after an error of one rank: set the batch size",
         "bf16_full_eval": "evaluation has the precision of training: write zero=dict(precision='bf16')",
-        "deepspeed": "it shards, too: leave it out",
+        "deepspeed": "it shards, too: write zero=zs.from_deepspeed('ds.json', args=args).options in its place",
         "fp16_full_eval": "evaluation has the precision of training: write zero=dict(precision='fp16')",
         "fsdp": "it shards, too: leave it out",
         "parallelism_config": "write zero=dict(mesh=...) with a DeviceMesh",
@@ -117,9 +117,13 @@ class ZeroMixin(transformers.Trainer if TYPE_CHECKING else object):  # type: ign
                     f"{type(self).__name__}(zero=): the model was loaded with {argument}; load it without."
                 )
 
-    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        """Make the optimizer, and shard the model over all ranks. Collective: as `zs.shard`."""
-        optimizer: torch.optim.Optimizer = super().create_optimizer(model)
+    def create_optimizer(self, *model: Any) -> torch.optim.Optimizer:
+        """Make the optimizer, and shard the model over all ranks. Collective: as `zs.shard`.
+
+        Args:
+            model: as in the installed release; Transformers 5.0 has no such argument.
+        """
+        optimizer: torch.optim.Optimizer = super().create_optimizer(*model)
         if self.zero is None or self._sharded is not self.model:
             self._sharded = self.model  # `model_init` makes another one for each `train()`
             self.zero = zs.shard(self.model, optimizer, **self._options())
