@@ -5,10 +5,8 @@ Owns that arithmetic, which `outer/` follows with tensors. A `zs.Outer` is known
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any, Final, final
 
-from zeroshard.table.pipeline import balanced
 from zeroshard.table.spec import UnitSpec, itemsize, message_of
 
 __all__ = ["Foreseen", "WITHOUT", "foresee"]
@@ -86,12 +84,10 @@ def foresee(outer: Any, islands: int, units: Sequence[UnitSpec], device: Any, st
         return WITHOUT
     trained = [[bucket for bucket in unit.buckets if bucket.is_reduced] for unit in units]
     trained = [buckets for buckets in trained if buckets]
-    if len(trained) < outer.fragments:
-        raise ValueError(f"Outer(fragments={outer.fragments}), but there are {len(trained)} unit(s) to divide.")
     sizes = [sum(bucket.layout.full_numel for bucket in buckets) for buckets in trained]
     whole_bytes = sent_bytes = buffer_bytes = 0
-    for start, stop in pairwise([*balanced(sizes, outer.fragments), len(trained)]):
-        buckets = [bucket for some in trained[start:stop] for bucket in some]
+    for fragment in outer.divided(trained, sizes):
+        buckets = [bucket for some in fragment for bucket in some]
         numel = sum(bucket.layout.shard_numel for bucket in buckets)
         dtype = max(("float32", *(bucket.formats.master for bucket in buckets)), key=itemsize)
         count, held = message_of(codec := outer.codec(dtype), numel)

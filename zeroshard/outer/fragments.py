@@ -6,7 +6,6 @@ what rounding lost. It must not know messages or steps. Read `formula.py` and `c
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import final
 
 import torch
@@ -18,7 +17,6 @@ from zeroshard.core.unit import Unit
 from zeroshard.outer import formula
 from zeroshard.outer.options import Outer
 from zeroshard.store.stores import MEMORIES, DeviceStore, Store
-from zeroshard.table.pipeline import balanced
 from zeroshard.wire.codec import Codec
 from zeroshard.wire.comm import Comm, Tag
 from zeroshard.wire.transports import codec_of
@@ -157,5 +155,4 @@ def fragments_of(units: Iterable[Unit], options: Outer, store: Store) -> list[Fr
     """
     trained = [unit for unit in units if any(bucket.spec.is_reduced for bucket in unit.buckets)]
     sizes = [sum(b.layout.full_numel for b in unit.buckets if b.spec.is_reduced) for unit in trained]
-    pairs = pairwise([*balanced(sizes, options.fragments), len(trained)])
-    return [Fragment(number, trained[a:b], options, store) for number, (a, b) in enumerate(pairs)]
+    return [Fragment(number, part, options, store) for number, part in enumerate(options.divided(trained, sizes))]

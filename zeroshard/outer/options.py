@@ -6,9 +6,10 @@ Owns the options of `zs.shard(outer=)`. It must not know ranks or engines.
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, final
+from typing import Any, Literal, TypeVar, final
 
 import torch
 
@@ -16,9 +17,12 @@ from zeroshard.optim.keeps import state_cost
 from zeroshard.outer.island_options import IslandOptions
 from zeroshard.outer.places import split
 from zeroshard.table.cells import Cell, Elsewhere, Place, Sharded
+from zeroshard.table.pipeline import balanced
 from zeroshard.wire.mesh import Mesh
 
 __all__ = ["Outer"]
+
+_T = TypeVar("_T")
 
 AVERAGE = "average"
 CELLS = MappingProxyType({"device": Sharded(), "host": Elsewhere(Sharded(), Place("host"))})
@@ -123,6 +127,23 @@ class Outer:
         optimizer = self.trial()
         cost = None if optimizer is None else state_cost(optimizer)
         return 1 + (cost[0] if cost else 0) + (self.bits < BITS[0])
+
+    def check_units(self, trained: int) -> None:
+        """Raise ValueError if there are more fragments than units with trained parameters."""
+        if trained < self.fragments:
+            raise ValueError(
+                f"Outer(fragments={self.fragments}), but the model has {trained} unit(s) with trained parameters, and "
+                "units are not cut. Use fewer fragments, or name smaller units with units=."
+            )
+
+    def divided(self, units: Sequence[_T], sizes: Sequence[int]) -> list[Sequence[_T]]:
+        """Divide units with trained parameters into fragments of about equal sizes; units are not cut.
+
+        Raises:
+            ValueError: as `check_units`.
+        """
+        self.check_units(len(units))
+        return [units[start:stop] for start, stop in pairwise([*balanced(sizes, self.fragments), len(units)])]
 
     def apart(self, asked: Any, world_size: int) -> tuple[Any, int]:
         """Return what `mesh=` means on an island of one launch, and the number of islands, for a plan.

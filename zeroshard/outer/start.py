@@ -111,12 +111,7 @@ def _check_outer(options: object, described: Described) -> None:
                 f"Module '{name}' is a SyncBatchNorm over all ranks of the launch, so islands would wait for each "
                 "other in each forward. Give it a process group of the ranks of an island, or use BatchNorm."
             )
-    trained = [unit for unit in described.units if unit.reduced]
-    if len(trained) < options.fragments:
-        raise ValueError(
-            f"Outer(fragments={options.fragments}), but the model has {len(trained)} unit(s) with trained parameters, "
-            "and units are not cut. Use fewer fragments, or name smaller units with units=."
-        )
+    options.check_units(sum(bool(unit.reduced) for unit in described.units))
     if (optimizer := options.trial()) is not None:
         if whole_of(optimizer) is not None:
             raise ValueError(
