@@ -1142,7 +1142,7 @@ ROOMS = (
     Bug(
         "hooks of models that are gone stay",
         "watch/last_words.py",
-        "        if not self._told and sys.excepthook is self:",
+        "        if not self.told and sys.excepthook is self:",
         "        if False:",
         "tests/faults/test_hooks.py::test_hooks_are_installed_once_and_undone_with_the_last_handle",
     ),
@@ -1296,8 +1296,8 @@ ROOMS = (
     Bug(
         "a forked child tells its error to the ranks",
         "watch/last_words.py",
-        "for status in self._told if not is_child_of(status.process)]",
-        "for status in self._told]",
+        "for status in self.told if not is_child_of(status.process)]",
+        "for status in self.told]",
         "tests/faults/test_hooks.py::test_an_error_is_told_by_the_process_of_a_model_and_by_no_child",
     ),
     Bug(
@@ -1643,10 +1643,17 @@ TWO_A_ROOM = (
     ),
     Bug(
         "a rank that was slow is told again at each change",
-        "watch/watchdog.py",
+        "watch/paces.py",
         "(EASED if rank in before else SLOW)",
         "SLOW",
         "tests/faults/test_slow.py::test_what_counts_as_slow",
+    ),
+    Bug(
+        "a rank that takes a mean is said to compute",
+        "wire/comm.py",
+        'with waits_outside("gather_across_ranks"):',
+        "if True:",
+        "tests/faults/test_one_evaluates.py::test_each_rank_learns_where_the_others_are",
     ),
     Bug(
         "loaded states of rounded parameters stay rounded",

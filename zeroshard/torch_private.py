@@ -457,7 +457,7 @@ def captured_by_checkpoint() -> list[Tensor]:
     `functools.partial`, and in the closure of a function.
     """
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_name != _CHECKPOINT:
+    while frame is not None and not frame.f_code.co_name.startswith(_CHECKPOINT):
         frame = frame.f_back
     if frame is None:
         return []
@@ -470,6 +470,7 @@ def captured_by_checkpoint() -> list[Tensor]:
 
 
 _CHECKPOINT: Final = "_checkpoint_without_reentrant_generator"
+"""Begins the name of the function of a checkpoint, which torch 2.14 has changed."""
 
 
 def _bound_to(function: Any) -> list[Any]:

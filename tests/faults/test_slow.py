@@ -7,6 +7,7 @@ import pytest
 import torch.distributed as dist
 
 from zeroshard.testing import run_ranks
+from zeroshard.watch import paces as warnings
 from zeroshard.watch import watchdog
 
 from .job import loss_of, make
@@ -28,7 +29,7 @@ def train_at_paces(factors: list[float], late: tuple[int, ...]) -> list[str]:
     warned: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: warned.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger(watchdog.__name__).addHandler(handler)
+    logging.getLogger(warnings.__name__).addHandler(handler)
     model, optimizer, _ = make(3)
     rank = dist.get_rank()
     for step in range(STEPS):
@@ -77,4 +78,4 @@ def test_equal_ranks_and_what_one_does_now_and_then_are_not_named() -> None:
     ],
 )
 def test_what_counts_as_slow(paces: list[float], before: set[int], slow: set[int]) -> None:
-    assert watchdog.slow_ranks(paces, frozenset(before), step_s=2.0) == slow
+    assert warnings.slow_ranks(paces, frozenset(before), step_s=2.0) == slow

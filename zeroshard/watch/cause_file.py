@@ -15,22 +15,18 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator
-from pathlib import Path
 from types import TracebackType
 from typing import Final, final
 
-import torch
-
 from zeroshard.table.errors import RankMismatchError
 from zeroshard.watch.process import is_child_of
+from zeroshard.watch.whereabouts import LIBRARIES
 
 __all__ = ["CauseFile", "text_of"]
 
 VARIABLE: Final = "ZEROSHARD_TRACEBACK"
 LATER_S: Final = 5
 """Seconds by which a consequence seems later than its cause: torchrun compares whole seconds."""
-LIBRARIES: Final = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parents[1]), "<frozen ", "<string>")
-"""Beginnings of file names whose frames are not the user's."""
 
 
 @final

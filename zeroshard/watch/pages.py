@@ -1,7 +1,7 @@
 """Status pages in shared memory: one for each rank, readable by all ranks of its host.
 
-Owns the pages, and the detection of ranks that share a host. It must not know the content. `watch/watchdog.py` writes
-the pages; one rank of each host talks to the store for all of them.
+Owns the pages, where their parts are, and the detection of ranks that share a host. It must not know what they mean.
+`watch/watchdog.py` writes the pages; one rank of each host talks to the store for all of them.
 
 Note: which ranks share a host
     Ranks share a host if they can open each other's pages through /proc, and use the same network namespace: a rank in
@@ -21,7 +21,7 @@ from typing import Final, final
 
 from torch.distributed import Store
 
-__all__ = ["Pages"]
+__all__ = ["Pages", "numbers_of", "words_of"]
 
 TEXT_BYTES: Final = 2040
 """Bytes of one text. A page has two places for it, so that a reader never sees a partial text."""
@@ -102,6 +102,16 @@ class Pages:
     def is_alive(self, rank: int) -> bool:
         """Return whether the process of a rank exists; it may be stopped. True for ranks of other hosts."""
         return rank not in self._ends or not self._ends[rank].poll(0)
+
+
+def words_of(published: str) -> str:
+    """Return what a rank does, as its page tells."""
+    return published.split("\n", 3)[-1]
+
+
+def numbers_of(published: str) -> list[str]:
+    """Return the numbers of a page: whether a cause is known, last answer of the store, wait, pace."""
+    return published.split("\n", 2)[1].split(" ")
 
 
 def _exchange(store: Store, key: str, rank: int, world_size: int, text: str) -> list[str]:

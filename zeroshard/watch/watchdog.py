@@ -22,14 +22,8 @@ Note: waits of a device
     while the host frees memory of the device; no heartbeat waits for it. A rank whose device has not reached a mark for
     `heartbeat_s` counts as waiting. If another rank failed, such a rank ends its process as soon as a rank whose host
     waits does.
-Note: slow ranks
-    A step takes the same time on all ranks, because they wait for the slowest. The pace of a rank is the time that it
-    did not wait. The median over the last steps excludes occasional work of one rank, such as writing a file. The lower
-    median over ranks identifies the slower of two ranks. A slow device is not detected, because waits of devices take
-    no time on the host.
 """
 
-import logging
 import os
 import statistics
 import threading
@@ -42,10 +36,13 @@ from typing import Final, final
 
 from torch.distributed import Store
 
+from zeroshard.table.errors import RankMismatchError
 from zeroshard.watch.last_words import ErrorHook
 from zeroshard.watch.marks import Marks
-from zeroshard.watch.pages import Pages
+from zeroshard.watch.paces import Warnings
+from zeroshard.watch.pages import Pages, numbers_of, words_of
 from zeroshard.watch.process import is_child_of
+from zeroshard.watch.whereabouts import line_of_program
 
 __all__ = ["Watchdog"]
 
@@ -64,17 +61,13 @@ PACE_S: Final = 5.0
 """Seconds between two comparisons of the ranks' paces."""
 PACE_STEPS: Final = 16
 """Number of steps whose median is the pace of a rank; before that, it has none."""
-SLOW: Final = 2.0
-EASED: Final = 1.5
-"""A rank becomes slow above the first multiple of the median, and stops being slow below the second."""
-FELT: Final = 0.1
-"""Minimum fraction of a step that the others wait for a slow rank, for a warning."""
 CAUSE: Final = "cause"
 NOTHING: Final = "-"
 """The cause while nothing has failed: a request for several keys fails if one is missing."""
 ENDED: Final = "has ended; before that it was "
 """Prefix of the last status of a rank whose interpreter ended, or whose model was deleted."""
 WAITS: Final = ("waits for", "gave up waiting for")
+AFTER: Final = "in user code since"
 
 
 @dataclass(eq=False)
@@ -99,6 +92,8 @@ class _Status:
     """For each of the last steps, the seconds in which this rank did not wait."""
     step_s: float = 0.0
     """Duration of the last step in seconds."""
+    waited_s: float = 0.0
+    """Seconds of the running step in which this rank waited."""
     answered_s: float = 0.0
     """Time of the last answer of the store to a rank of this host."""
     known: str = ""
@@ -156,9 +151,25 @@ class _Status:
         behind, waits_s = self.waiting()
         if verb not in WAITS and waits_s > self.heartbeat_s:
             verb, what, since_s = WAITS[0], f"{behind}, behind which its device is queued", self.clock() - waits_s
+        if verb == AFTER and (line := line_of_program()):
+            what = f"{what}, now {line}"
         pace = statistics.median(self.own_s) if len(self.own_s) == PACE_STEPS else ""
         numbers = f"{int(bool(self.known))} {self.answered_s} {waits_s} {pace}"
         return f"{beat}\n{numbers}\n{self.clock() - since_s:.1f}\n{verb} {what}{self.doing}"
+
+    def waits_for(self, what: str) -> None:
+        """Record that this rank waits for `what`."""
+        self.now = (WAITS[0], what, self.clock())
+
+    def runs_after(self, what: str) -> None:
+        """Record that this rank is back in user code after `what`."""
+        now_s = self.clock()
+        self.waited_s += now_s - self.now[2]
+        self.now = (AFTER, what, now_s)
+
+    def gives_up(self, what: str) -> None:
+        """Record that the wait for `what` failed: this process must live on to raise and handle the error."""
+        self.now = (WAITS[1], what, self.now[2])
 
     def publish(self) -> None:
         """Write the status of the ranks of this host to the store."""
@@ -190,6 +201,45 @@ class _Status:
         self.known = self.known or cause.decode().removeprefix(NOTHING)
         return self.known
 
+    def find_cause(self, *, is_closed: bool) -> str:
+        """Return the first failure; empty if none is known.
+
+        Args:
+            is_closed: whether a connection was closed by the end of a process. Without a reported reason, the result
+                names a rank that has finished, or that has no heartbeat.
+        """
+        # Hosts write to the store in turn; the host of a killed rank reports it at once.
+        end_s = time.monotonic() + max(PATIENCE_S, 2.2 * self.told_s if len(self.pages.hosts) > 1 else 0.0)
+        try:
+            before = self.said() if is_closed else {}
+            while is_closed and not self.cause() and time.monotonic() < end_s:
+                time.sleep(BEAT_S / 10 * max(1.0, len(self.numbers) / 100))
+            for rank, now in self.said().items() if before and not self.known else ():
+                if rank != self.rank and (now == before[rank] or words_of(now).startswith(ENDED)):
+                    self.blame(rank, _end_of(now))
+            return self.cause()
+        except Exception:  # the store is gone
+            gone = "its process is gone, and with it the store, which would tell why"
+            first = [rank for rank in self.pages.near if self.numbers[rank] == 0]
+            return self.known or f"rank 0: {_end_of(self.pages.read(first[0])) if first else gone}"
+
+    def explain(self, error: RuntimeError, what: str) -> RankMismatchError:
+        """Return the error of a wait for `what` that failed, with the cause and what each rank does."""
+        self.gives_up(what)
+        reason = str(error).splitlines()[0]
+        cause, report = self.find_cause(is_closed="imed out" not in reason), _report(self)
+        first = (
+            f"Another rank failed; this one ends. {cause}\n{self.place} noticed it"
+            if cause
+            else f"{self.place} gave up"
+        )
+        make = RankMismatchError.of_another if cause else RankMismatchError
+        return make(
+            f"{first} while it waited for {what}: {reason}\nWhat each rank does:\n{report}\n"
+            "Every rank must make the same passes, norms, steps and calls. A rank whose process has ended closes its "
+            f"connections at once; any other has watchdog_s={self.limit_s:g} seconds."
+        )
+
     def part(self) -> None:
         """Publish that this rank is done.
 
@@ -204,9 +254,9 @@ class _Status:
         end_s, before = self.clock() + 3 * self.beat_s, self.said()
         while self.clock() < end_s:
             said = self.said()
-            if all(_words(last).startswith(ENDED) for last in said.values()):
+            if all(words_of(last).startswith(ENDED) for last in said.values()):
                 return
-            if any(last != before[rank] and _words(last).startswith(WAITS) for rank, last in said.items()):
+            if any(last != before[rank] and words_of(last).startswith(WAITS) for rank, last in said.items()):
                 self.blame(self.rank, _end_of(said[self.rank]))
                 self.stay()
                 return
@@ -238,8 +288,8 @@ class Watchdog:
         self.record: Callable[[], Callable[[], bool]] | None = None
         """For waits of a device: marks its stream, and returns a function that tells whether the device passed the
         mark."""
-        self._stepped_s, self._waited_s = time.monotonic(), 0.0
-        now = ("in user code since", "the model was sharded", self._stepped_s)
+        self._stepped_s = time.monotonic()
+        now = (AFTER, "the model was sharded", self._stepped_s)
         self._status = status = _Status(store, rank, numbers, place, limit_s, heartbeat_s, now)
         store.compare_set(CAUSE, "", NOTHING)
         # The store has a status of each host before any rank reads it.
@@ -264,13 +314,11 @@ class Watchdog:
     def waits_for(self, what: str) -> None:
         """Record that this rank waits for `what`."""
         self.mark()
-        self._status.now = ("waits for", what, time.monotonic())
+        self._status.waits_for(what)
 
     def runs_after(self, what: str) -> None:
         """Record that this rank is back in user code after `what`."""
-        now_s = time.monotonic()
-        self._waited_s += now_s - self._status.now[2]
-        self._status.now = ("in user code since", what, now_s)
+        self._status.runs_after(what)
 
     def does(self, what: str) -> None:
         """Record what this rank does, whatever it waits for meanwhile; "" for nothing that says more than the waits."""
@@ -278,7 +326,7 @@ class Watchdog:
 
     def queues_behind(self, what: str) -> None:
         """Record that the device waits for `what`, while the host continues."""
-        self._behind, self._status.now = what, ("in user code since", what, time.monotonic())
+        self._behind, self._status.now = what, (AFTER, what, time.monotonic())
 
     def mark(self) -> None:
         """Mark the stream of the device, if a wait was queued since the last mark."""
@@ -288,63 +336,35 @@ class Watchdog:
             self._status.marks.add(self.record(), self._behind, time.monotonic())
         self._behind = ""
 
-    def gives_up(self, what: str) -> None:
-        """Record that the wait for `what` failed: this process must live on to raise and handle the error."""
-        self._status.now = ("gave up waiting for", what, self._status.now[2])
-
     def count_step(self, *_: object) -> None:
         """Record the end of a step: its duration, and the time that this rank did not wait."""
         # After an update on the device, no other mark follows for long.
         self.mark()
         status, now_s = self._status, time.monotonic()
         status.step_s = now_s - self._stepped_s
-        status.own_s = (*status.own_s[1 - PACE_STEPS :], status.step_s - self._waited_s)
-        self._stepped_s, self._waited_s = now_s, 0.0
+        status.own_s = (*status.own_s[1 - PACE_STEPS :], status.step_s - status.waited_s)
+        self._stepped_s, status.waited_s = now_s, 0.0
 
     def tell_with_errors(self, detail: Callable[[BaseException], str]) -> None:
         """Add `detail(error)`, which may be empty, to the report of an error that ends this process."""
         self._status.detail = detail
 
     def cause(self, *, is_closed: bool) -> str:
-        """Return the first failure; empty if none is known.
+        """Return the first failure, as `_Status.find_cause` does."""
+        return self._status.find_cause(is_closed=is_closed)
 
-        Args:
-            is_closed: whether a connection was closed by the end of a process. Without a reported reason, the result
-                names a rank that has finished, or that has no heartbeat.
-        """
-        status = self._status
-        # Hosts write to the store in turn; the host of a killed rank reports it at once.
-        end_s = time.monotonic() + max(PATIENCE_S, 2.2 * status.told_s if len(status.pages.hosts) > 1 else 0.0)
-        try:
-            before = status.said() if is_closed else {}
-            while is_closed and not status.cause() and time.monotonic() < end_s:
-                time.sleep(BEAT_S / 10 * max(1.0, len(status.numbers) / 100))
-            for rank, now in status.said().items() if before and not status.known else ():
-                if rank != status.rank and (now == before[rank] or _words(now).startswith(ENDED)):
-                    status.blame(rank, _end_of(now))
-            return status.cause()
-        except Exception:  # the store is gone
-            gone = "its process is gone, and with it the store, which would tell why"
-            first = [rank for rank in status.pages.near if status.numbers[rank] == 0]
-            return status.known or f"rank 0: {_end_of(status.pages.read(first[0])) if first else gone}"
+    def explain(self, error: RuntimeError, what: str) -> RankMismatchError:
+        """Return the error of a wait for `what` that failed, with the cause and what each rank does."""
+        return self._status.explain(error, what)
 
     def report(self) -> str:
         """Return one line for each rank: its operation, and for how long."""
         return _report(self._status)
 
 
-def _words(published: str) -> str:
-    return published.split("\n", 3)[-1]
-
-
-def _numbers_of(published: str) -> list[str]:
-    """Return the numbers of a page: whether a cause is known, last answer of the store, wait, pace."""
-    return published.split("\n", 2)[1].split(" ")
-
-
 def _end_of(published: str) -> str:
     """Describe the end of a rank without an error, from its last status."""
-    words = _words(published)
+    words = words_of(published)
     if words.startswith(ENDED):
         return (
             f"it ended while others needed it; before that it was {words.removeprefix(ENDED)} (if it had fewer batches "
@@ -379,17 +399,19 @@ class _Near:
             if text != self._heard.get(rank, ("", 0.0))[0]:
                 self._heard[rank] = text, now_s
             silent_s = now_s - self._heard[rank][1]
-            knows, answered_s, waited_s, _ = _numbers_of(text)
+            knows, answered_s, waited_s, _ = numbers_of(text)
             has_news |= knows == "1"
-            if _words(text).startswith(ENDED):
+            if words_of(text).startswith(ENDED):
                 continue
             if not status.pages.is_alive(rank):
                 suspects[rank] = _end_of(text)
             elif silent_s > status.heartbeat_s:
-                suspects[rank] = f"no sign of life for {status.heartbeat_s:g} s; last: {_words(text)}"
+                suspects[rank] = f"no sign of life for {status.heartbeat_s:g} s; last: {words_of(text)}"
             elif silent_s <= STALE_BEATS * status.beat_s:
                 living.append(rank)
-                is_long = float(waited_s) > (status.beat_s / 2 if _words(text).startswith(WAITS[0]) else status.told_s)
+                is_long = float(waited_s) > (
+                    status.beat_s / 2 if words_of(text).startswith(WAITS[0]) else status.told_s
+                )
                 hurries = hurries or is_long
                 status.answered_s = max(status.answered_s, float(answered_s))
         # This rank may have ended since its page was written: on a busy machine its end does not wait for this thread.
@@ -420,7 +442,8 @@ class _Far:
     """Talks to the store for this host, if this rank is its first living rank."""
 
     def __init__(self, status: _Status) -> None:
-        self._status, self._heard, self._slow = status, "", frozenset[int]()
+        self._status, self._heard = status, ""
+        self._warnings = Warnings(status.numbers, status.heartbeat_s, status.limit_s)
         self._next_s = self._heard_s = self._last_s = self._paced_s = status.clock()
 
     def speak(self) -> None:
@@ -433,7 +456,9 @@ class _Far:
             if status.has_news:
                 status.cause()
         if now_s - self._paced_s > PACE_S and not status.rank:
-            self._paced_s, self._slow = now_s, _compare_paces(status, self._slow)
+            self._paced_s = now_s
+            if not status.known:
+                self._warnings.look(list(status.said().values()), status.step_s, lambda: _report(status))
         hosts, near = status.pages.hosts, status.pages.near
         after = hosts[(hosts.index(near) + 1) % len(hosts)]
         if not status.leads or after == near or is_late:
@@ -447,10 +472,10 @@ class _Far:
             status.publish()
         cause, value = status.store.multi_get([CAUSE, f"host/{after[0]}"])
         pages = (published := value.decode()).split("\0")
-        if published != self._heard or all(_words(page).startswith(ENDED) for page in pages):
+        if published != self._heard or all(words_of(page).startswith(ENDED) for page in pages):
             self._heard, self._heard_s = published, now_s
         if now_s - self._heard_s > status.missed_s:
-            status.blame(after[0], f"no sign of life for {status.heartbeat_s:g} s; last: {_words(pages[0])}")
+            status.blame(after[0], f"no sign of life for {status.heartbeat_s:g} s; last: {words_of(pages[0])}")
             status.cause()
         status.know(cause)
         status.answered_s = status.clock()
@@ -493,34 +518,6 @@ def _leave(status: _Status, why: str) -> None:
     os.write(2, f"{status.place} ends, since it waits for {status.waiting()[0]}, and {why}\n".encode())
     status.stay()
     os._exit(1)
-
-
-def _compare_paces(status: _Status, before: frozenset[int]) -> frozenset[int]:
-    """Warn about ranks that became slow, and return all slow ranks."""
-    told = [_numbers_of(page)[3] if page else "" for page in status.said().values()]
-    if not all(told):
-        return before
-    paces = [float(pace) for pace in told]
-    median_s, slow = statistics.median_low(paces), slow_ranks(paces, before, status.step_s)
-    for rank in sorted(slow - before):
-        logging.getLogger(__name__).warning(
-            f"rank {status.numbers[rank]} is slow: its own part of a step takes {paces[rank]:.3g} s, that of the "
-            f"median rank {median_s:.3g} s, and {len(paces) - 1} rank(s) wait for it."
-        )
-    return slow
-
-
-def slow_ranks(paces: Sequence[float], before: frozenset[int], step_s: float) -> frozenset[int]:
-    """Return the ranks that are slow.
-
-    Args:
-        paces: by rank, the seconds of a step in which it does not wait.
-        before: the ranks that were slow.
-        step_s: seconds of a step.
-    """
-    median_s = statistics.median_low(paces)
-    slow = {rank for rank, own_s in enumerate(paces) if own_s >= (EASED if rank in before else SLOW) * median_s}
-    return frozenset(rank for rank in slow if paces[rank] - median_s >= FELT * step_s)
 
 
 def _end(status: _Status, threads: list[threading.Thread], hook: ErrorHook) -> None:

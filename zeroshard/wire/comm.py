@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from zeroshard.table.trace import Ledger
 from zeroshard.table.wires import Silence, Wire
 from zeroshard.torch_groups import default_store, named_group
+from zeroshard.watch.last_words import waits_outside
 from zeroshard.watch.watchdog import Watchdog
 from zeroshard.wire.buffers import Pool
 from zeroshard.wire.codec import Codec
@@ -344,7 +345,8 @@ def gather_across_ranks(tensor: Tensor, mesh: Mesh | DeviceMesh | None = None) -
             f"[rank {own}/{dist.get_world_size()}] mesh= has the ranks {ranks}, and not this one: only they call."
         )
     rows = [torch.empty_like(tensor) for _ in range(len(ranks) or dist.get_world_size())]
-    dist.all_gather(rows, tensor.contiguous(), _group_of(ranks, tensor.device.type))
+    with waits_outside("gather_across_ranks"):
+        dist.all_gather(rows, tensor.contiguous(), _group_of(ranks, tensor.device.type))
     ascending = sorted(ranks) or [*range(len(rows))]
     return torch.stack([rows[ascending.index(rank)] for rank in ranks or ascending])
 

@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 
 from zeroshard import devices
-from zeroshard.table.errors import RankMismatchError
 from zeroshard.torch_groups import all_groups, default_store, named_group, own_client_of
 from zeroshard.watch.process import is_child_of, keep_for_good, tell_forks
 from zeroshard.watch.watchdog import Watchdog
@@ -110,7 +109,7 @@ class Links:
         try:
             work: dist.Work | None = start()
         except RuntimeError as error:
-            raise self._explain(error, what) from error
+            raise self.watchdog.explain(error, what) from error
         assert work is not None  # None only for ranks outside the process group, and this one is inside
         return work
 
@@ -126,7 +125,7 @@ class Links:
             for work in works:
                 work.wait(self._limit)
         except RuntimeError as error:
-            raise self._explain(error, what) from error
+            raise self.watchdog.explain(error, what) from error
         self.watchdog.runs_after(what)
 
     def wait_on_stream(self, work: dist.Work, what: str, *, is_last: bool = False) -> None:
@@ -141,7 +140,7 @@ class Links:
         try:
             work.wait()
         except RuntimeError as error:
-            raise self._explain(error, what) from error
+            raise self.watchdog.explain(error, what) from error
         self.watchdog.queues_behind(what)
         if is_last:
             self.watchdog.mark()
@@ -149,20 +148,6 @@ class Links:
     def run(self, start: Callable[[], Any], what: str) -> None:
         """Start a collective and wait for it."""
         self.wait([self.start(start, what)], what)
-
-    def _explain(self, error: RuntimeError, what: str) -> RankMismatchError:
-        self.watchdog.gives_up(what)
-        reason = str(error).splitlines()[0]
-        cause, report = self.watchdog.cause(is_closed="imed out" not in reason), self.watchdog.report()
-        first = (
-            f"Another rank failed; this one ends. {cause}\n{self.mesh} noticed it" if cause else f"{self.mesh} gave up"
-        )
-        make = RankMismatchError.of_another if cause else RankMismatchError
-        return make(
-            f"{first} while it waited for {what}: {reason}\nWhat each rank does:\n{report}\n"
-            "Every rank must make the same passes, norms and steps. A rank whose process has ended closes its "
-            f"connections at once; any other has watchdog_s={self._limit.total_seconds():g} seconds."
-        )
 
 
 def _leave(links: "weakref.ref[Links]", groups: dict[str, dist.ProcessGroup], process: int) -> None:
