@@ -26,8 +26,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import zeroshard as zs
-from benchmarks.machine import circumstances, write_result
-from benchmarks.optimizers import open_text, put_table
+from benchmarks.machine import circumstances, put_table, write_result
+from benchmarks.optimizers import open_text
 from zeroshard.testing import run_ranks
 from zeroshard.train.config import Config, load_config
 from zeroshard.train.corpus import Corpus
@@ -235,7 +235,7 @@ def main() -> None:
     options = parser.parse_args()
     result: dict[str, Any] = json.loads(options.out.read_text()) if options.out.exists() else {"runs": []}
     if options.table:
-        PAGE.write_text(put_table(PAGE.read_text(), table_of(result), "convergence"))
+        PAGE.write_text(put_table(PAGE.read_text(), "convergence", table_of(result)))
         return
     open_text(options.cache)
     start_s = time.monotonic()

@@ -24,8 +24,7 @@ import torch
 
 import zeroshard as zs
 from benchmarks.cases import CASES, make_batch, make_model
-from benchmarks.machine import circumstances, write_result
-from benchmarks.optimizers import put_table
+from benchmarks.machine import circumstances, put_table, write_result
 
 CASE: Final = "gpt-8m"
 TOKENS: Final = 32
@@ -295,7 +294,7 @@ def main() -> None:
         return
     if options.table:
         text = PAGE.read_text()
-        PAGE.write_text(put_table(text, table_of(json.loads(options.out.read_text())), "link"))
+        PAGE.write_text(put_table(text, "link", table_of(json.loads(options.out.read_text()))))
         return
     result: dict[str, Any] = {"circumstances": circumstances("benchmarks.islands_link")}
     with Cable() as cable:

@@ -17,7 +17,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-__all__ = ["available_bytes", "circumstances", "hash_of", "room_of", "write_result"]
+__all__ = ["available_bytes", "circumstances", "hash_of", "put_table", "room_of", "write_result"]
 
 PACKAGE = Path(__file__).parents[1] / "zeroshard"
 
@@ -46,6 +46,14 @@ def write_result(path: Path, result: dict[str, Any]) -> None:
     text = json.dumps(result, indent=1)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(re.sub(r"\[[^][{}]*\]", lambda found: f"[{' '.join(found[0][1:-1].split())}]", text) + "\n")
+
+
+def put_table(text: str, name: str, table: str) -> str:
+    """Return a page with a table between its marks, whose blank lines stay."""
+    place = re.compile(rf"(<!-- table: {name} -->\n+).*?(\n+<!-- end -->)", re.DOTALL)
+    if not place.search(text):
+        raise SystemExit(f"there is no place for the table '{name}'")
+    return place.sub(lambda match: f"{match[1]}{table}{match[2]}", text)
 
 
 def room_of(path: Path) -> str:

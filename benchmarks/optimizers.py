@@ -22,7 +22,7 @@ from typing import Any, Final
 import torch
 import torch.nn.functional as F
 
-from benchmarks.machine import circumstances, write_result
+from benchmarks.machine import circumstances, put_table, write_result
 from zeroshard.train.config import Config, load_config
 from zeroshard.train.corpus import Corpus, open_corpus, prepare_corpus
 from zeroshard.train.data import IGNORED, count_scored, heldout_batches, training_batch
@@ -200,13 +200,6 @@ def table_of(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def put_table(text: str, table: str, name: str = "optimizers") -> str:
-    """Return the page with a table between its marks."""
-    begin, end = f"<!-- table: {name} -->", "<!-- end -->"
-    before, after = text.split(begin)
-    return f"{before}{begin}\n\n{table}\n\n{end}{after.split(end, 1)[1]}"
-
-
 def main() -> None:
     """Run what is missing, or write the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -231,7 +224,7 @@ def main() -> None:
         before = json.loads(options.out.read_text())
         is_same = all(before["settings"][key] == settings[key] for key in ("depth", "context", "eval_bytes", "batch"))
         if options.table:
-            PAGE.write_text(put_table(PAGE.read_text(), table_of(before)))
+            PAGE.write_text(put_table(PAGE.read_text(), "optimizers", table_of(before)))
             return
         result["runs"] = before["runs"] if is_same else []
     torch.set_num_threads(1)

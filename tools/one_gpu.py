@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Final, final
 
 import zeroshard as zs
-from tools.tables import fill
+from benchmarks.machine import put_table
 from zeroshard.plan.machine.hardware import Device
 from zeroshard.plan.machine.presets import DEVICES
 from zeroshard.plan.margins import margin_of
@@ -152,8 +152,8 @@ def _best(needs: Sequence[Needs], place: int, device: Device, host_gb: int, has_
 def main() -> None:
     """Write both tables."""
     needs = [needs_of(model, place) for model in MODELS for place in PLACES]
-    text = fill(PAGE.read_text(), "needs", needs_table(needs))
-    PAGE.write_text(fill(text, "best", best_table(needs)))
+    text = put_table(PAGE.read_text(), "needs", needs_table(needs))
+    PAGE.write_text(put_table(text, "best", best_table(needs)))
 
 
 if __name__ == "__main__":

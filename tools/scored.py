@@ -13,8 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.machine import circumstances, write_result
-from tools.tables import fill
+from benchmarks.machine import circumstances, put_table, write_result
 
 __all__ = ["margins_of", "summary_of", "table_of", "write"]
 
@@ -68,7 +67,7 @@ def table_of(result: Mapping[str, Any]) -> str:
 def write(result: Mapping[str, Any]) -> None:
     """Write the margins and the table."""
     MARGINS.write_text(margins_of(result))
-    PAGE.write_text(fill(PAGE.read_text(), "scorecard", table_of(result)))
+    PAGE.write_text(put_table(PAGE.read_text(), "scorecard", table_of(result)))
 
 
 if __name__ == "__main__":

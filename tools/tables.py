@@ -13,14 +13,13 @@ and figure with what this script writes.
 
 import json
 import os
-import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import zeroshard as zs
-from benchmarks.machine import circumstances
+from benchmarks.machine import circumstances, put_table
 from benchmarks.report import ratio_of_medians, ratios_of
 from tools import ages, captures
 
@@ -206,18 +205,10 @@ def _mb(nbytes: float) -> str:
     return f"{nbytes / 1e6:.2f}"
 
 
-def fill(text: str, name: str, table: str) -> str:
-    """Return `text` with a table in its place."""
-    place = re.compile(rf"(<!-- table: {name} -->\n).*?(<!-- end -->)", re.DOTALL)
-    if not place.search(text):
-        raise SystemExit(f"there is no place for the table '{name}'")
-    return place.sub(lambda match: f"{match[1]}{table}\n{match[2]}", text)
-
-
 def filled(text: str) -> str:
     """Return the README with its tables."""
-    text = fill(text, "residency", residency_table())
-    return fill(fill(text, "speed", speed_table()), "run", run_table())
+    text = put_table(text, "residency", residency_table())
+    return put_table(put_table(text, "speed", speed_table()), "run", run_table())
 
 
 def main(arguments: Sequence[str]) -> None:

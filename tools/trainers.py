@@ -30,8 +30,7 @@ from typing import Any, Final, NamedTuple
 import torch
 import transformers
 
-from benchmarks.machine import circumstances, write_result
-from benchmarks.optimizers import put_table
+from benchmarks.machine import circumstances, put_table, write_result
 from tests.integrations import test_accelerate, test_lightning, test_trainers, test_trl
 from tests.oracle import STAGES, seed
 from zeroshard.testing import RankFailure, run_ranks
@@ -369,7 +368,7 @@ def main() -> None:
     )
     arguments = parser.parse_args()
     if arguments.write:
-        PAGE.write_text(put_table(PAGE.read_text(), table(committed()), "trainers"))
+        PAGE.write_text(put_table(PAGE.read_text(), "trainers", table(committed())))
         return
     found: dict[str, Any] = {}
     if arguments.output and arguments.output.exists():

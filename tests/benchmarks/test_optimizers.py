@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.optimizers import OPTIMIZERS, best_of, put_table, reached_at, summarize, table_of
+from benchmarks.machine import put_table
+from benchmarks.optimizers import OPTIMIZERS, best_of, reached_at, summarize, table_of
 
 
 def run_of(
@@ -55,7 +56,7 @@ def test_a_table_has_a_row_for_each_optimizer_and_number_of_steps() -> None:
     table = table_of(result)
     assert "| muon | 100 | 0.5 (1 times the default) | 1.850 | 1.800 to 1.900, 2 seeds | -11.9% | 50 steps |" in table
     assert "1 (2), 2 (1), 4 (2)" in table
-    page = put_table("a\n<!-- table: optimizers -->\nold\n<!-- end -->\nb\n", table)
+    page = put_table("a\n<!-- table: optimizers -->\n\nold\n\n<!-- end -->\nb\n", "optimizers", table)
     assert page.startswith("a\n<!-- table: optimizers -->\n\n| optimizer")
     assert page.endswith("<!-- end -->\nb\n")
     assert "old" not in page
