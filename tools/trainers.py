@@ -145,7 +145,7 @@ def _train_fabric(job: Job) -> Found:
 def _train_lightning(job: Job) -> Found:
     resumes = job.resumes and any(job.folder.glob("last*.ckpt"))
     return test_lightning.run_trainer(
-        job.stage, str(job.folder), job.clip or None, STEPS, resumes, MIDDLE, job.killed_after
+        job.stage, str(job.folder), job.clip or None, STEPS, resumes, MIDDLE // 2, job.killed_after
     )
 
 

@@ -192,7 +192,8 @@ def run_trainer(
     """Train with accumulation over two micro-batches; return losses, evaluations, a last evaluation and parameters.
 
     Args:
-        an_epoch: steps of an epoch; the run is evaluated, and saved, twice in it.
+        an_epoch: steps of an epoch, at whose end the run is evaluated and saved. A stock loader that resumes within one
+            begins its epoch again.
         killed_after: the step after which rank 1 is killed.
     """
     os.environ["TORCHELASTIC_RUN_ID"] = "tests"
@@ -200,10 +201,10 @@ def run_trainer(
     strategy = "ddp" if stage is None else ZeroStrategy(zero(stage))
     saves = ModelCheckpoint(
         dirpath=folder, save_last=True, save_top_k=1, monitor="step", mode="max", save_on_train_epoch_end=False
-    )  # `every_n_train_steps` would save again in the middle of the first accumulation after a resume
+    )  # after evaluations: `every_n_train_steps` saves again within the first accumulation after a resume
     trainer = lightning.Trainer(
         **MEMBERS, strategy=strategy, max_steps=steps, accumulate_grad_batches=2, gradient_clip_val=clip,
-        val_check_interval=an_epoch, callbacks=[saves, Killing(killed_after or -1)], default_root_dir=folder,
+        val_check_interval=2 * an_epoch, callbacks=[saves, Killing(killed_after or -1)], default_root_dir=folder,
         logger=False, enable_progress_bar=False, enable_model_summary=False, plugins=plugins,
     )  # fmt: skip
     task = Task()
@@ -238,13 +239,13 @@ def test_the_trainer_computes_what_ddp_computes_and_resumes(stage: int, tmp_path
 
 
 def run_until_killed_in_a_save(folder: str) -> None:
-    """Train three epochs; rank 0 is killed while the file `last.ckpt` is replaced the third time."""
+    """Train three epochs; rank 0 is killed while the file `last.ckpt` is replaced by that of the second."""
     saved, count = zeroshard.integrations.lightning.save_in, []
 
     def save(handle: Any, path: Path, step: int) -> None:
         saved(handle, path, step)
         count.append(path.name)
-        if count.count("last.ckpt") == 3 and handle.mesh.rank == 0:
+        if count.count("last.ckpt") == 2 and handle.mesh.rank == 0:
             os.kill(os.getpid(), signal.SIGKILL)
 
     zeroshard.integrations.lightning.save_in = save
@@ -288,7 +289,7 @@ def run_with_writes_in_background(folder: str) -> list[int]:
 
 def test_a_step_stays_until_a_write_in_background_has_ended(tmp_path: Path) -> None:
     (found, _) = run_ranks(run_with_writes_in_background, 2, str(tmp_path), timeout_s=TIMEOUT_S)
-    assert set(found) == {2, 4, 6, 8}
+    assert set(found) == {4, 8}
 
 
 def evaluate_alone(folder: str) -> float:
