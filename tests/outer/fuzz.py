@@ -44,7 +44,7 @@ def text_of(data: bytes) -> str:
 
 def seeds() -> list[Script]:
     """Return inputs that are right."""
-    about = {"islands": 2, "ranks": 1, "staleness": 2, "dtype": "<f4", "facts": {"model": "m"}}
+    about = {"islands": 2, "ranks": 1, "staleness": 2, "bits": 32, "dtype": "<f4", "facts": {"model": "m"}}
     join = {"do": "join", "island": "a", "launch": "x:1", "rank": 0, "numel": GOOD_NUMEL} | about
     hello = {"do": "hello", "island": "a", "launch": "x:1", "rank": 0, "taken": {"good": 0}}
     change = text_of(np.ones(GOOD_NUMEL, "<f4").tobytes())
@@ -143,7 +143,7 @@ class Fuzzer:
         """Yield the connection of an island that has put something, and is right."""
         line = answer_challenge(socket.create_connection(parse_address(box.address)), SECRET, 5.0)
         header = {"do": "join", "island": "good", "launch": "hidden:1", "rank": 0, "numel": GOOD_NUMEL}
-        about = {"islands": 2, "ranks": 1, "staleness": 2, "dtype": "<f4", "facts": {"model": "m"}}
+        about = {"islands": 2, "ranks": 1, "staleness": 2, "bits": 32, "dtype": "<f4", "facts": {"model": "m"}}
         values = np.arange(GOOD_NUMEL, dtype="<f4").tobytes()
         for one, body in (
             (header | about, b""),

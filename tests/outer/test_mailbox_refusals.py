@@ -34,7 +34,7 @@ from zeroshard.outer.serve import Mailbox
 
 from .islands import SECRET, Arrays, at_once, island, mailbox, options_of, same, secret_in
 
-ABOUT = {"islands": 1, "ranks": 1, "staleness": None, "dtype": "<f4", "facts": {}}
+ABOUT = {"islands": 1, "ranks": 1, "staleness": None, "bits": 32, "dtype": "<f4", "facts": {}}
 LIMIT_S = 5.0
 
 

@@ -255,10 +255,10 @@ def _options(get: _Values, world_size: int | None) -> dict[str, Any]:
         options["mesh"] = world_size // size
     if (op := get.get("gradient_allreduce_op", str)) is not None:
         options["reduction"] = op
-    partitions, offloads = (
+    divides, offloads = (
         get.get(f"activation_checkpointing.{name}", bool) for name in ("partition_activations", "cpu_checkpointing")
     )
-    if partitions or offloads:
+    if divides or offloads:
         options["activations"] = "recompute+offload" if offloads else "recompute"
     leaves = get.get("zero_optimization.leaf_module", Mapping, {})
     if names := [*leaves.get("classes", ()), *leaves.get("names", ())]:

@@ -6,11 +6,12 @@ the arrays of a sharded model), sockets (`island_post.py`) or how ranks agree (`
 
 Note: an exchange
     An island has its values x and its anchors a, which all islands had in common at the start. In an exchange it puts
-    the change d = x - a, and then takes in the changes that have arrived and were not taken in yet, its own among them:
-    a' = a + sum(changes) / islands, and x' = a' + p, where p = x - a without d once d is taken in: what was learned
-    since d was made. In an exchange that waits for all islands (staleness 0) p is exactly 0, so that x' = a' on all of
-    them, bit for bit. Each change is taken in once by each island. While d is on its way nothing else is put, and while
-    the mailbox cannot be reached nothing is taken in; what is learned meanwhile is a part of the next change.
+    the change d = x - a (in few bits: rounded, after what rounding lost of the last one is added), and then takes in
+    the changes that have arrived and were not taken in yet, its own among them: a' = a + sum(changes) / islands, and x'
+    = a' + p, where p = x - a without d once d is taken in: what was learned since d was made. In an exchange that waits
+    for all islands (staleness 0) p is exactly 0, so that x' = a' on all of them, bit for bit. Each change is taken in
+    once by each island. While d is on its way nothing else is put, and while the mailbox cannot be reached nothing is
+    taken in; what is learned meanwhile is a part of the next change.
 Note: ranks
     Each rank of an island exchanges its own shard. Ranks take in the same versions in the same exchange, because they
     agree on the oldest state that any of them has (`island_source.py`).
@@ -27,6 +28,7 @@ import numpy as np
 from zeroshard.outer.island_log import Log
 from zeroshard.outer.island_options import IslandOptions
 from zeroshard.outer.island_post import Start
+from zeroshard.outer.mailbox_codec import Form
 from zeroshard.outer.mailbox_order import Change, add_changes, in_order
 from zeroshard.outer.mailbox_wire import MailboxError
 
@@ -100,8 +102,13 @@ class Source(ABC):
         """Return what is to be taken in before the first step: the versions behind which the island continues."""
 
     @abstractmethod
-    def offer(self, version: int, change: np.ndarray, step: int) -> None:
-        """Put a change in the background."""
+    def offer(self, version: int, message: np.ndarray, told: np.ndarray, step: int) -> None:
+        """Put a change in the background.
+
+        Args:
+            message: its bytes, which must not change meanwhile.
+            told: its values, as others read them.
+        """
 
     @abstractmethod
     def settle(self, version: int, step: int) -> Found:
@@ -133,6 +140,23 @@ class Source(ABC):
 
 
 @final
+@dataclass(frozen=True)
+class Pending:
+    """A change that is on its way.
+
+    Args:
+        learned: (numel,), the values less the anchors when it was made.
+        told: (numel,), what others read: the same, or with what rounding lost before, and rounded.
+        lost: what rounding had lost before.
+    """
+
+    version: int
+    learned: np.ndarray
+    told: np.ndarray
+    lost: np.ndarray
+
+
+@final
 class Island:
     """An island of one or more ranks, as one of its ranks sees it.
 
@@ -153,7 +177,9 @@ class Island:
     def __init__(self, options: IslandOptions, values: Values, source: Source) -> None:
         self.options, self._values, self._source = options, values, source
         self.steps = self.exchanges = 0
-        self._pending: tuple[int, np.ndarray] | None = None
+        self._pending: Pending | None = None
+        self._form = Form(options.bits, values.dtype)
+        self._lost = np.zeros(0 if self._form.is_exact else values.numel, values.dtype)
         self._was_up = True
         folder = None if options.log is None else f"{options.log}/{options.island}-{values.rank}"
         self._log = None if folder is None else Log(folder, options, values.numel, values.dtype)
@@ -181,14 +207,17 @@ class Island:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the anchors, and of a change that is on its way."""
-        return int(self._anchors.nbytes + (0 if self._pending is None else self._pending[1].nbytes))
+        """Bytes of the anchors, of what rounding lost, and of a change that is on its way."""
+        arrays = [self._anchors, self._lost]
+        if self._pending is not None:
+            arrays += [self._pending.learned, self._pending.told, self._pending.lost]
+        return sum(one.nbytes for one in {id(one): one for one in arrays}.values())
 
     def come_back(self) -> None:
         """Replace the values by the anchors, with what is on its way: after a checkpoint has replaced them."""
         values = self._anchors.copy()
         if self._pending is not None:
-            values += self._pending[1]
+            values += self._pending.learned
         self._values.write(values)
 
     def after_step(self) -> None:
@@ -264,9 +293,9 @@ class Island:
                 break
 
     def _offer(self) -> None:
-        change = self._values.read()
-        change -= self._anchors
-        if not np.isfinite(change).all():
+        learned = self._values.read()
+        learned -= self._anchors
+        if not np.isfinite(learned).all():
             text = (
                 f"island '{self.options.island}': its values are not finite after step {self.steps}: nothing was put."
             )
@@ -276,10 +305,18 @@ class Island:
             if other:
                 raise MailboxError(f"[rank {rank}/{self._values.ranks}] {other}")
         self.version += 1
-        self._pending = (self.version, change)
+        lost = self._lost
+        if self._form.is_exact:
+            told, message = learned, self._form.encode(learned)
+        else:
+            change = learned + lost
+            message = self._form.encode(change)
+            told = self._form.decode(message, change.size)
+            self._lost = change - told
+        self._pending = Pending(self.version, learned, told, lost)
         if self._log is not None:
-            self._log.sent(self.steps, self.version, change)
-        self._source.offer(self.version, change, self.steps)
+            self._log.sent(self.steps, self.version, told)
+        self._source.offer(self.version, message, told, self.steps)
 
     def _take(self, settled: Found) -> None:
         """Take in the changes up to the versions that the ranks have agreed on."""
@@ -292,12 +329,12 @@ class Island:
         )
         if not due:
             return
-        own = None if self._pending is None else (self._pending[0], self.options.island)
+        own = None if self._pending is None else (self._pending.version, self.options.island)
         changes = [(one, self._change(one, own)) for one in due]
         values = self._values.read()
         values -= self._anchors
-        if own in due:
-            values -= self._change((own[0], own[1]), own)
+        if self._pending is not None and own in due:
+            values -= self._pending.learned
         add_changes(self._anchors, changes, self.options.islands)
         # Adding a zero would turn -0.0 into 0.0, and the anchors are to be the values, bit for bit.
         values = values + self._anchors if values.any() else self._anchors.copy()
@@ -313,7 +350,7 @@ class Island:
     def _change(self, change: Change, own: Change | None) -> np.ndarray:
         if change == own:
             assert self._pending is not None
-            return self._pending[1]
+            return self._pending.told
         return self._source.change(*change)
 
     def _tell(self, settled: Found) -> None:
@@ -330,8 +367,10 @@ class Island:
         start, self._anchors = self._source.enter(before)
         values = self._values.read()
         values -= before
-        if self._pending is not None and self._pending[0] <= start.last:
-            values -= self._pending[1]
+        if self._pending is not None and self._pending.version <= start.last:
+            values -= self._pending.learned
+        elif self._pending is not None:
+            self._lost = self._pending.lost
         self._pending = None
         self._values.write(self._anchors + values)
         self._begin(start)

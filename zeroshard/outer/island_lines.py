@@ -11,7 +11,7 @@ from typing import Any, Final, final
 
 import numpy as np
 
-from zeroshard.outer.mailbox_files import bytes_of, pieces_of
+from zeroshard.outer.mailbox_files import pieces_of
 from zeroshard.outer.mailbox_wire import Line, MailboxError, PeerError, Refused, answer_challenge, parse_address
 
 __all__ = ["Lines"]
@@ -27,8 +27,6 @@ class Lines:
     Args:
         address: "host:port" of the mailbox.
         island: its name.
-        numel: of this rank's shard.
-        dtype: of its values.
         hello: returns what the mailbox is told first on a connection other than the one that joins.
         hear: is called for each piece that arrives.
     """
@@ -39,14 +37,12 @@ class Lines:
         secret: bytes,
         island: str,
         rank: int,
-        numel: int,
-        dtype: str,
         hello: Callable[[], Mapping[str, Any]],
         hear: Callable[[], None],
     ) -> None:
         self.address, self._secret, self._hello, self._hear = address, secret, hello, hear
         self._host, self._port = parse_address(address)
-        self._name, self._rank, self._numel, self._dtype = island, rank, numel, dtype
+        self._name, self._rank = island, rank
         self._lock, self._lines = threading.Lock(), dict[str, Line]()
         self.sent_bytes = self.received_bytes = 0
         """Of changes and anchors, without frames."""
@@ -126,20 +122,20 @@ class Lines:
             raise Refused(str(header["refused"]), f"[island '{self._name}', rank {self._rank}] {header.get('text')}")
         return header, body
 
-    def send(self, line: Line, header: Mapping[str, Any], values: np.ndarray) -> None:
-        """Put a part, (numel,); it is on the mailbox's disk when this returns."""
+    def send(self, line: Line, header: Mapping[str, Any], message: np.ndarray, piece_bytes: int) -> None:
+        """Put a part, in pieces; it is on the mailbox's disk when this returns."""
         if self.ask(line, header).get("has"):
             return
-        for piece in pieces_of(values):
+        for piece in pieces_of(message, piece_bytes):
             line.send({"do": "piece"}, piece, limit_s=_FRAME_S)
             self.sent_bytes += len(piece)
         self.ask(line, {"do": "end"})
 
-    def receive(self, line: Line, header: Mapping[str, Any]) -> np.ndarray:
-        """Ask for a part of (numel,), and return it."""
+    def receive(self, line: Line, header: Mapping[str, Any], nbytes: int) -> np.ndarray:
+        """Ask for a part, and return it, (nbytes,) of bytes."""
         line.send(header, limit_s=_FRAME_S)
-        values, start = np.empty(self._numel, self._dtype), 0
-        data = bytes_of(values)
+        message, start = np.empty(nbytes, np.uint8), 0
+        data = message.data
         while True:
             reply, piece = self._reply(line)
             if "end" in reply:
@@ -152,4 +148,4 @@ class Lines:
         self.received_bytes += start
         if start != len(data):
             raise PeerError(f"{start:,} bytes came where a part has {len(data):,}.")
-        return values
+        return message

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import final
 
+from zeroshard.outer.mailbox_codec import BITS
 from zeroshard.outer.mailbox_order import check_name
 from zeroshard.outer.mailbox_wire import parse_address
 
@@ -27,6 +28,7 @@ class IslandOptions:
         address: "host:port" of the mailbox.
         secret_file: a file with the secret that islands and mailbox have in common.
         log: a folder for everything that this island sends and takes in; None for no log.
+        bits: of an element of a change in messages: 32 for the values themselves, 8 or 4.
         held: changes of others that each rank may have in memory; by default 4 for each island, at least 16.
         patience_s: after so many seconds without an answer the mailbox counts as gone, and an exchange does not wait.
         arrive_s: how long the first contact with the mailbox may take.
@@ -46,6 +48,7 @@ class IslandOptions:
     address: str = ""
     secret_file: str | Path = ""
     log: str | Path | None = None
+    bits: int = 32
     held: int | None = None
     patience_s: float = 10.0
     arrive_s: float = 300.0
@@ -60,6 +63,8 @@ class IslandOptions:
                 raise TypeError(f"{name} must be a whole number; got {value!r}.")
             if value < least:
                 raise ValueError(f"{name} must be at least {least}; got {value}.")
+        if isinstance(self.bits, bool) or self.bits not in BITS:
+            raise ValueError(f"bits must be one of {BITS}; got {self.bits!r}.")
         if self.islands > 1024:
             raise ValueError(f"islands must be at most 1,024; got {self.islands:,}.")
         for name in ("patience_s", "arrive_s"):

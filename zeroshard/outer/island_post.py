@@ -20,6 +20,7 @@ from typing import Any, Final, final
 import numpy as np
 
 from zeroshard.outer.island_lines import Lines
+from zeroshard.outer.mailbox_codec import BITS, Form
 from zeroshard.outer.mailbox_order import Change, newer_than
 from zeroshard.outer.mailbox_wire import Line, MailboxError, PeerError, Refused
 
@@ -101,7 +102,8 @@ class Post:
         held: int,
         patience_s: float,
     ) -> None:
-        self._lines = Lines(address, secret, island, rank, numel, about["dtype"], self._hello, self._hear)
+        self._lines = Lines(address, secret, island, rank, self._hello, self._hear)
+        self._form, self._plain = Form(about["bits"], about["dtype"]), Form(BITS[0], about["dtype"])
         self._name, self._rank, self._about, self._numel = island, rank, dict(about), numel
         self._most_held, self._patience_s = held, patience_s
         self._launch = ""
@@ -164,9 +166,10 @@ class Post:
         versions = {str(name): int(version) for name, version in reply["versions"].items()}
         start = Start(int(reply["since"]), versions, bool(reply["founds"]), int(reply["last"]))
         if start.founds:
-            self._lines.send(line, {"do": "put anchors"}, values)
+            self._lines.send(line, {"do": "put anchors"}, self._plain.encode(values), self._plain.piece_bytes)
         else:
-            values = self._lines.receive(line, {"do": "take anchors"})
+            nbytes = self._plain.nbytes(self._numel)
+            values = self._plain.decode(self._lines.receive(line, {"do": "take anchors"}, nbytes), self._numel)
         with self._changed:
             self._outgoing, self._is_gone, self._launch, self._has_told_done = None, False, launch, False
             self._arrived.clear()
@@ -190,11 +193,11 @@ class Post:
 
     # -- the exchange -------------------------------------------------------------------------------------------------
 
-    def offer(self, version: int, change: np.ndarray) -> None:
+    def offer(self, version: int, message: np.ndarray) -> None:
         """Put a change under a version, in the background. The array must not change until `look().has_put`."""
         with self._changed:
             assert self._outgoing is None
-            self._outgoing = (version, change)
+            self._outgoing = (version, message)
             self._own.add(version)
             self._notify()
 
@@ -242,9 +245,9 @@ class Post:
             return self._taken.get(name, 0)
 
     def change(self, version: int, name: str) -> np.ndarray:
-        """Return a change of another island that has arrived."""
+        """Return a change of another island that has arrived, (numel,)."""
         with self._changed:
-            return self._arrived[version, name]
+            return self._form.decode(self._arrived[version, name], self._numel)
 
     def take(self, taken: Mapping[str, int]) -> None:
         """Drop the changes up to these versions: they are taken in, and the mailbox is told."""
@@ -298,7 +301,7 @@ class Post:
             try:
                 with self._lines.use("put") as line:
                     if offered is not None:
-                        self._lines.send(line, {"do": "put", "version": offered[0]}, offered[1])
+                        self._lines.send(line, {"do": "put", "version": offered[0]}, offered[1], self._form.piece_bytes)
                         self._forget(offered)
                     self._tell(line)
                 pause_s = _LEAST_PAUSE_S
@@ -368,8 +371,9 @@ class Post:
                         _LOG.warning("island '%s', rank %d: the mailbox is back", self._name, self._rank)
                     pause_s, is_lost = _LEAST_PAUSE_S, False
                     for version, name in self._wanted(index):
-                        values = self._lines.receive(line, {"do": "take", "version": version, "of": name})
-                        self._keep(version, name, values, launch)
+                        header = {"do": "take", "version": version, "of": name}
+                        message = self._lines.receive(line, header, self._form.nbytes(self._numel))
+                        self._keep(version, name, message, launch)
                 continue
             except Refused as error:
                 with self._changed:

@@ -27,7 +27,7 @@ from zeroshard.outer.mailbox_wire import MailboxError, read_secret
 __all__ = ["Logged", "Mail", "logs_below", "open_mailbox"]
 
 T = TypeVar("T")
-_PROTOCOL: Final = 1
+_PROTOCOL: Final = 2
 _ROUND_S: Final = 0.2
 """Between looks of several ranks, which are collectives."""
 _ALONE_S: Final = 1.0
@@ -43,6 +43,7 @@ def open_mailbox(options: IslandOptions, values: Values) -> "Mail":
         "islands": options.islands,
         "ranks": values.ranks,
         "staleness": options.staleness,
+        "bits": options.bits,
         "dtype": values.dtype,
         "facts": {"protocol": _PROTOCOL, "every": options.every, **values.facts},
     }
@@ -110,9 +111,9 @@ class Mail(Source):
         # With what is newer, those that were there from the start make an exchange of their own.
         return replace(found, here={name: min(last, since) for name, last in found.here.items()})
 
-    def offer(self, version: int, change: np.ndarray, step: int) -> None:
+    def offer(self, version: int, message: np.ndarray, told: np.ndarray, step: int) -> None:
         """See `Source`."""
-        self._post.offer(version, change)
+        self._post.offer(version, message)
 
     def settle(self, version: int, step: int) -> Found:
         """See `Source`."""
@@ -252,17 +253,17 @@ class Logged(Source):
         """See `Source`."""
         return self._next(step) or Found({})
 
-    def offer(self, version: int, change: np.ndarray, step: int) -> None:
+    def offer(self, version: int, message: np.ndarray, told: np.ndarray, step: int) -> None:
         """Compare a change with the one that was sent."""
         about = self._sent.get(version)
         if about is None or about["step"] != step:
             raise MailboxError(f"{self._folder}: the log has no version {version} that was sent after step {step}.")
         before = self._read(f"{version}-{self._island}", about["crc32"])
-        if before.tobytes() != change.tobytes():
-            count = int((before != change).sum())
+        if before.tobytes() != told.tobytes():
+            count = int((before != told).sum())
             raise MailboxError(
                 f"{self._folder}: the change of version {version}, after step {step}, differs from that of the run in "
-                f"{count:,} of {change.size:,} elements. A replay needs the same program, data, seeds and versions."
+                f"{count:,} of {told.size:,} elements. A replay needs the same program, data, seeds and versions."
             )
 
     def settle(self, version: int, step: int) -> Found:

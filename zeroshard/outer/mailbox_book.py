@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, final
 
+from zeroshard.outer.mailbox_codec import BITS, Form
 from zeroshard.outer.mailbox_files import PartReader, PartWriter, Shelf, stored_bytes
 from zeroshard.outer.mailbox_order import Change, in_order, name_order
 from zeroshard.outer.mailbox_wire import Refused
@@ -44,15 +45,27 @@ class Facts:
         islands: their number at the start.
         ranks: of each island.
         staleness: None if nobody waits.
-        dtype: of changes, as numpy writes it.
+        bits: of an element of a change, see `Form`.
+        dtype: of anchors, as numpy writes it.
         others: what else must be equal: the interval, the model, the optimizer, versions of libraries.
     """
 
     islands: int
     ranks: int
     staleness: int | None
+    bits: int
     dtype: str
     others: Mapping[str, Any]
+
+    @property
+    def form(self) -> Form:
+        """The form of changes."""
+        return Form(self.bits, self.dtype)
+
+    @property
+    def plain(self) -> Form:
+        """The form of anchors."""
+        return Form(BITS[0], self.dtype)
 
     def difference(self, other: "Facts", name: str) -> str:
         """Say in which fact the island of this name differs, or nothing."""
@@ -236,8 +249,8 @@ class Book:
                 raise Refused("old", f"version {version} of island '{name}' {what}: {due} is next. It was not taken.")
             if rank in self._parts.get((version, name), ()):
                 return None
-            nbytes = self._numels[rank] * int(self.facts.dtype[-1])
-            if self._stored() + self._reserved + stored_bytes(nbytes) > self._most_bytes:
+            form, nbytes = self.facts.form, self.change_bytes(rank)
+            if self._stored() + self._reserved + stored_bytes(nbytes, form.piece_bytes) > self._most_bytes:
                 raise Refused(
                     "full",
                     f"the mailbox is full: {self._stored():,} bytes of changes that not all islands have taken in, of "
@@ -245,7 +258,7 @@ class Book:
                 )
             self._reserved += nbytes
         try:
-            return PartWriter(self.shelf.change(version, name, rank), nbytes, self.facts.dtype)
+            return PartWriter(self.shelf.change(version, name, rank), nbytes, form)
         except OSError:
             self.end(rank)
             raise
@@ -253,8 +266,7 @@ class Book:
     def end(self, rank: int) -> None:
         """Give back what `begin` reserved."""
         with self.changed:
-            assert self.facts is not None
-            self._reserved -= self._numels[rank] * int(self.facts.dtype[-1])
+            self._reserved -= self.change_bytes(rank)
 
     def commit(self, name: str, launch: str, rank: int, version: int, writer: PartWriter) -> None:
         """Put a change in its place: it is on the disk when this returns.
@@ -286,8 +298,7 @@ class Book:
             if self.is_anchored or self._founder != f"{name} {launch}":
                 raise Refused("old", "the mailbox has its first anchors from another island.")
             assert self.facts is not None
-            dtype = self.facts.dtype
-            return PartWriter(self.shelf.anchors(1, rank), self._numels[rank] * int(dtype[-1]), dtype)
+            return PartWriter(self.shelf.anchors(1, rank), self.nbytes(rank), self.facts.plain)
 
     def commit_anchors(self, name: str, launch: str, rank: int, writer: PartWriter) -> None:
         """Put a rank's part of the first anchors in its place."""
@@ -316,7 +327,9 @@ class Book:
         with self.changed:
             if (version, name) not in self._parts or not self._is_whole((version, name)):
                 raise Refused("old", f"there is no version {version} of island '{name}'.")
-            return PartReader(self.shelf.change(version, name, rank), self.nbytes(rank))
+            assert self.facts is not None
+            path, nbytes = self.shelf.change(version, name, rank), self.change_bytes(rank)
+            return PartReader(path, nbytes, self.facts.form.piece_bytes)
 
     def open_anchors(self, rank: int) -> tuple[int, Versions, PartReader]:
         """Open a rank's part of the anchors; also return their number and the versions in them.
@@ -426,11 +439,19 @@ class Book:
     # -- files --------------------------------------------------------------------------------------------------------
 
     def nbytes(self, rank: int) -> int:
-        """Return the bytes of a rank's part of a change or of the anchors."""
+        """Return the bytes of a rank's part of the anchors."""
         assert self.facts is not None
+        return self.facts.plain.nbytes(self._numel(rank))
+
+    def change_bytes(self, rank: int) -> int:
+        """Return the bytes of a rank's part of a change."""
+        assert self.facts is not None
+        return self.facts.form.nbytes(self._numel(rank))
+
+    def _numel(self, rank: int) -> int:
         if rank not in self._numels:
             raise Refused("wrong", f"there is no rank {rank}.")
-        return self._numels[rank] * int(self.facts.dtype[-1])
+        return self._numels[rank]
 
     def _is_whole(self, change: Change) -> bool:
         return self.facts is not None and len(self._parts[change]) == self.facts.ranks
@@ -441,7 +462,11 @@ class Book:
         return max([self.base.get(name, 0), *versions])
 
     def _stored(self) -> int:
-        return sum(stored_bytes(self.nbytes(rank)) for ranks in self._parts.values() for rank in ranks)
+        if self.facts is None:
+            return 0
+        piece_bytes = self.facts.form.piece_bytes
+        ranks = (rank for ranks in self._parts.values() for rank in ranks)
+        return sum(stored_bytes(self.change_bytes(rank), piece_bytes) for rank in ranks)
 
     def _drop(self, change: Change) -> None:
         del self._parts[change]
@@ -478,18 +503,18 @@ class Book:
             # They have as long to come back as silent ones.
             member.heard_s = self._clock() + self._gone_s - min(self._gone_s, _CLOSED_S)
             self.members[name] = member
-        self._anchored = self._sound(self.shelf.parts_of_anchors(self.number))
+        self._anchored = self._sound(self.shelf.parts_of_anchors(self.number), self.facts.plain)
         self.shelf.drop_anchors(besides=self.number)
         for version, name, parts in self.shelf.changes():
             known = self.members.get(name)
-            ranks = self._sound(parts)
+            ranks = self._sound(parts, self.facts.form)
             is_late = known is not None and len(ranks) < self.facts.ranks and version <= known.since
             if known is None or version <= self.base.get(name, 0) or is_late or not ranks:
                 self.shelf.drop_change(version, name)
             else:
                 self._parts[version, name] = ranks
 
-    def _sound(self, parts: Mapping[int, int]) -> set[int]:
-        return {
-            rank for rank, size in parts.items() if rank in self._numels and size == stored_bytes(self.nbytes(rank))
-        }
+    def _sound(self, parts: Mapping[int, int], form: Form) -> set[int]:
+        """Return the ranks whose files have the size of parts in a form."""
+        sizes = {rank: stored_bytes(form.nbytes(numel), form.piece_bytes) for rank, numel in self._numels.items()}
+        return {rank for rank, size in parts.items() if sizes.get(rank) == size}

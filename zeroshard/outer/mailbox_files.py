@@ -4,7 +4,7 @@ Owns names, formats and flushes of files. It must not know islands or when a fil
 been committed is on the disk: files are flushed, renamed into place, and their folder is flushed.
 
 Note: a part
-    What one rank of an island put, or one rank's part of the anchors, is a part: a file of pieces of `PIECE_BYTES`, the
+    What one rank of an island put, or one rank's part of the anchors, is a part: a file of pieces of equal size, the
     last one shorter, each after the CRC-32 of its bytes. Nothing of a part is ever in memory but one piece.
 """
 
@@ -22,6 +22,7 @@ from typing import Any, Final, final
 
 import numpy as np
 
+from zeroshard.outer.mailbox_codec import Form
 from zeroshard.outer.mailbox_wire import PIECE_BYTES, MailboxError
 
 __all__ = [
@@ -43,15 +44,15 @@ _FOLDER: Final = re.compile(r"(\d{1,16})-([A-Za-z0-9._-]{1,64})")
 _PART: Final = re.compile(r"part-(\d{1,7})")
 
 
-def sizes_of(nbytes: int) -> Iterator[int]:
+def sizes_of(nbytes: int, piece_bytes: int = PIECE_BYTES) -> Iterator[int]:
     """Yield the bytes of each piece of a part of `nbytes`."""
-    for start in range(0, nbytes, PIECE_BYTES):
-        yield min(PIECE_BYTES, nbytes - start)
+    for start in range(0, nbytes, piece_bytes):
+        yield min(piece_bytes, nbytes - start)
 
 
-def stored_bytes(nbytes: int) -> int:
+def stored_bytes(nbytes: int, piece_bytes: int = PIECE_BYTES) -> int:
     """Return the size of the file of a part of `nbytes`."""
-    return nbytes + _CRC_BYTES * -(-nbytes // PIECE_BYTES)
+    return nbytes + _CRC_BYTES * -(-nbytes // piece_bytes)
 
 
 def bytes_of(values: np.ndarray) -> memoryview:
@@ -64,11 +65,11 @@ def crc_of(values: np.ndarray) -> int:
     return zlib.crc32(bytes_of(values))
 
 
-def pieces_of(values: np.ndarray) -> Iterator[memoryview]:
+def pieces_of(values: np.ndarray, piece_bytes: int = PIECE_BYTES) -> Iterator[memoryview]:
     """Yield the bytes of a flat array, piece by piece."""
     data = bytes_of(np.ascontiguousarray(values))
     start = 0
-    for size in sizes_of(len(data)):
+    for size in sizes_of(len(data), piece_bytes):
         yield data[start : start + size]
         start += size
 
@@ -80,16 +81,16 @@ class PartWriter:
     Args:
         path: of the part; its folder is created.
         nbytes: of all pieces.
-        dtype: of the values, which must be finite; None for bytes that are not looked at.
+        form: of the values, which must be finite; None for bytes that are not looked at.
         is_durable: whether the part is on the disk when it is in its place, and survives a loss of power.
 
     Raises:
         OSError: the disk refuses.
     """
 
-    def __init__(self, path: Path, nbytes: int, dtype: str | None = None, *, is_durable: bool = True) -> None:
-        self._path, self._dtype, self._is_durable = path, dtype, is_durable
-        self._sizes = sizes_of(nbytes)
+    def __init__(self, path: Path, nbytes: int, form: Form | None = None, *, is_durable: bool = True) -> None:
+        self._path, self._form, self._is_durable = path, form, is_durable
+        self._sizes = sizes_of(nbytes, PIECE_BYTES if form is None else form.piece_bytes)
         self.crc32 = 0
         """Of the bytes so far."""
         make_folder(path.parent)
@@ -106,7 +107,7 @@ class PartWriter:
         expected = next(self._sizes, 0)
         if len(piece) != expected or not expected:
             raise ValueError(f"a piece of {len(piece):,} bytes came where one of {expected:,} was due.")
-        if self._dtype is not None and not np.isfinite(np.frombuffer(piece, self._dtype)).all():
+        if self._form is not None and not self._form.is_finite(piece):
             raise ValueError("a piece has values that are not finite.")
         self.crc32 = zlib.crc32(piece, self.crc32)
         left = memoryview(zlib.crc32(piece).to_bytes(_CRC_BYTES, "little") + bytes(piece))
@@ -146,18 +147,18 @@ class PartReader:
         MailboxError: the file is missing or of another size.
     """
 
-    def __init__(self, path: Path, nbytes: int) -> None:
-        self._path, self._nbytes = path, nbytes
+    def __init__(self, path: Path, nbytes: int, piece_bytes: int = PIECE_BYTES) -> None:
+        self._path, self._nbytes, self._piece_bytes = path, nbytes, piece_bytes
         try:
             self._file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         except OSError as error:
             raise MailboxError(f"{path}: cannot be opened ({error.strerror}).") from error
-        if (size := os.fstat(self._file).st_size) != stored_bytes(nbytes):
+        if (size := os.fstat(self._file).st_size) != (expected := stored_bytes(nbytes, piece_bytes)):
             os.close(self._file)
-            raise MailboxError(f"{path}: has {size:,} bytes, expected {stored_bytes(nbytes):,}.")
+            raise MailboxError(f"{path}: has {size:,} bytes, expected {expected:,}.")
 
     def __iter__(self) -> Iterator[bytes]:
-        for size in sizes_of(self._nbytes):
+        for size in sizes_of(self._nbytes, self._piece_bytes):
             code, piece = self._read(_CRC_BYTES), self._read(size)
             if zlib.crc32(piece) != int.from_bytes(code, "little"):
                 raise MailboxError(f"{self._path}: a piece is damaged: its checksum is wrong.")

@@ -33,7 +33,7 @@ def fold(book: Book, due: Fold) -> None:
             opened.callback(writer.close)
             for piece, *others in zip(anchors, *changes, strict=True):
                 total = np.frombuffer(piece, facts.dtype).copy()
-                values = [np.frombuffer(other, facts.dtype) for other in others]
+                values = [facts.form.decode(np.frombuffer(other, np.uint8), total.size) for other in others]
                 add_changes(total, list(zip(due.changes, values, strict=True)), facts.islands)
                 writer.add(total.tobytes())
             writer.flush()

@@ -15,6 +15,7 @@ import torch
 
 from zeroshard.optim.keeps import state_cost
 from zeroshard.outer.island_options import IslandOptions
+from zeroshard.outer.mailbox_codec import BITS
 from zeroshard.outer.places import split
 from zeroshard.table.cells import Cell, Elsewhere, Place, Sharded
 from zeroshard.table.pipeline import balanced
@@ -27,8 +28,7 @@ _T = TypeVar("_T")
 AVERAGE = "average"
 CELLS = MappingProxyType({"device": Sharded(), "host": Elsewhere(Sharded(), Place("host"))})
 """The cells of what islands keep besides the engine's state, by `Outer(memory=)`."""
-BITS = (32, 8, 4)
-TOGETHER = ("optimizer", "fragments", "delay", "mix", "bits")
+TOGETHER = ("optimizer", "fragments", "delay", "mix")
 ALONE = ("secret_file", "island", "islands", "staleness", "log", "replay")
 """Options of the islands of one launch, and of islands that are launches of their own."""
 
@@ -61,7 +61,7 @@ class Outer:
         memory: "device" or "host": where anchors, outer states and what rounding lost are.
         address: "host:port" of a mailbox, which `zeroshard outer --serve` starts: this launch is one island, of as many
             ranks as it has, and the others are launches of their own (docs/mailbox.md). Anchors are in host memory,
-            and the other options up to here but `every` keep their defaults.
+            and the other options up to here but `every` and `bits` keep their defaults.
         secret_file: with `address`, a file with the secret that islands and mailbox have in common.
         island: with `address`, the name of this island, that no other has.
         islands: with `address`, the number of islands at the start, by which each change is divided.
@@ -103,9 +103,8 @@ class Outer:
 
     def alone(self) -> IslandOptions:
         """Return the options of an island that is a launch of its own."""
-        return IslandOptions(
-            self.island, self.islands, self.every, self.staleness, self.address, self.secret_file, self.log
-        )
+        where = self.address, self.secret_file, self.log
+        return IslandOptions(self.island, self.islands, self.every, self.staleness, *where, self.bits)
 
     @property
     def distance(self) -> int:
