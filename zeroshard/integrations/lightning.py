@@ -80,10 +80,14 @@ class FabricStrategy(FabricDDP):  # type: ignore[misc]
         """Return the handle of a model that `fabric.setup` returned."""
         return self._zeros[getattr(module, "module", module)]
 
-    def setup_module_and_optimizers(self, module: nn.Module, optimizers: list[Any], scheduler: Any = None) -> Any:
-        """Shard a model and its optimizers. Collective: as `zs.shard`."""
+    def setup_module_and_optimizers(self, module: nn.Module, optimizers: list[Any], *scheduler: Any) -> Any:
+        """Shard a model and its optimizers. Collective: as `zs.shard`.
+
+        Args:
+            scheduler: as in the installed release; Lightning 2.5 has no such argument.
+        """
         self._shard(module, optimizers)
-        return module, optimizers, scheduler
+        return module, optimizers, *scheduler
 
     def setup_module(self, module: nn.Module) -> nn.Module:
         """Shard a model without an optimizer. Collective: as `zs.shard`."""
@@ -230,11 +234,11 @@ class ZeroStrategy(DDPStrategy):  # type: ignore[misc]
             writer.save_checkpoint(checkpoint, folder / VALUES, storage_options=storage_options)
             remove_others(folder, step)
 
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read the Trainer's values of a checkpoint."""
+    def load_checkpoint(self, checkpoint_path: Any, **options: Any) -> dict[str, Any]:
+        """Read the Trainer's values of a checkpoint, with the options of the installed release."""
         self._loaded = Path(checkpoint_path)
         values = self._loaded / VALUES if self._loaded.is_dir() else self._loaded
-        found: dict[str, Any] = super().load_checkpoint(values, weights_only=weights_only)
+        found: dict[str, Any] = super().load_checkpoint(values, **options)
         return found
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
