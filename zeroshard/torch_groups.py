@@ -28,9 +28,9 @@ def default_store() -> dist.Store:
 @contextmanager
 def emulated_group(ranks: int) -> Iterator[None]:
     """Create a default process group with this process as rank 0; its collectives communicate nothing."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
+    import torch.testing._internal.distributed.fake_pg  # noqa: F401 (registers the backend)
 
-    class Present(FakeStore):
+    class Present(dist.Store):
         """A store in which all ranks are present."""
 
         def add(self, key: str, amount: int) -> int:

@@ -85,7 +85,7 @@ def test_mlflow(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "mlflow", module)
     assert run(tmp_path, "mlflow") == heard.values
     assert heard.is_closed
-    assert heard.settings == (tmp_path / "default" / "mlflow").as_uri()
+    assert heard.settings == f"sqlite:///{tmp_path / 'default' / 'mlflow.db'}"
 
 
 def test_tensorboard(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -122,6 +122,50 @@ def test_files_of_tensorboard_hold_the_numbers(tmp_path: Path) -> None:
     for name, values in expected.items():
         found = [(one.step, one.value) for one in events.Scalars(name)]
         assert found == [(step, pytest.approx(value, rel=1e-6)) for step, value in values]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("mlflow") is None, reason="mlflow is not installed")
+def test_the_database_of_mlflow_holds_the_numbers(tmp_path: Path) -> None:
+    expected = run(tmp_path, "mlflow")
+    from mlflow.tracking import MlflowClient
+
+    client = MlflowClient(f"sqlite:///{tmp_path / 'default' / 'mlflow.db'}")
+    [found] = client.search_runs([one.experiment_id for one in client.search_experiments()])
+    history = {name: client.get_metric_history(found.info.run_id, name) for name in found.data.metrics}
+    assert {name: [(one.step, one.value) for one in values] for name, values in history.items()} == expected
+    assert found.data.params["train.steps"] == "3"
+
+
+def records_of(log: bytes) -> list[bytes]:
+    """Return the records of a file of wandb: after a header, blocks of LevelDB's log format."""
+    records, block, place = [b""], 32768, 7
+    while place + 7 <= len(log):
+        if block - place % block < 7:
+            place += block - place % block
+            continue
+        count, kind = int.from_bytes(log[place + 4 : place + 6], "little"), log[place + 6]
+        records[-1] += log[place + 7 : place + 7 + count]
+        place += 7 + count
+        if kind in (1, 4):  # whole, or the last piece
+            records.append(b"")
+    return records[:-1]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reason="wandb is not installed")
+def test_the_file_of_wandb_holds_the_numbers_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    expected = run(tmp_path, "wandb")
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    [path] = (tmp_path / "default" / "wandb").glob("offline-run-*/*.wandb")
+    found: dict[str, list[tuple[int, float]]] = {}
+    for data in records_of(path.read_bytes()):
+        history = Record.FromString(data).history
+        for item in history.item:
+            name = item.key or "/".join(item.nested_key)
+            if not name.startswith("_"):
+                found.setdefault(name, []).append((history.step.num, json.loads(item.value_json)))
+    assert found == expected
 
 
 @pytest.mark.parametrize("name", ["tensorboard", "wandb", "mlflow"])

@@ -143,7 +143,8 @@ class _MLflow:
     def __init__(self, folder: Path, name: str, settings: Mapping[str, Any]) -> None:
         self._mlflow = need("mlflow", "mlflow", "run.log_to=mlflow")
         if not self._mlflow.is_tracking_uri_set():
-            self._mlflow.set_tracking_uri((folder / "mlflow").absolute().as_uri())
+            # MLflow 3.17 refuses plain files.
+            self._mlflow.set_tracking_uri(f"sqlite:///{(folder / 'mlflow.db').absolute()}")
         self._mlflow.start_run(run_name=name)
         self._mlflow.log_params(dict(settings))
 
