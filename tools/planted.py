@@ -1772,6 +1772,20 @@ MAILBOX = (
         f"{_EXCHANGE}::test_islands_that_wait_have_the_bits_of_a_mean_in_their_order",
     ),
     Bug(
+        "an island that waits takes the next change of a faster one",
+        "outer/island_source.py",
+        "here={name: min(last, version) for name, last in found.here.items()})\n\n    def drain",
+        "here={name: last for name, last in found.here.items()})\n\n    def drain",
+        f"{_EXCHANGE}::test_an_island_that_waits_leaves_the_next_change_of_a_faster_one",
+    ),
+    Bug(
+        "an island that waits leaves what one has put before it left",
+        "outer/island_source.py",
+        "has_all = self._options.staleness != 0 or",
+        "has_all = True or",
+        f"{_EXCHANGE}::test_an_island_that_waits_takes_what_one_has_put_before_it_left",
+    ),
+    Bug(
         "an island that is a launch forgets what rounding lost",
         "outer/island_exchange.py",
         "self._lost = change - told",

@@ -16,7 +16,9 @@ import pytest
 from zeroshard.outer import island_post
 from zeroshard.outer.island_exchange import Island
 from zeroshard.outer.island_log import read_log, replay
-from zeroshard.outer.island_source import open_mailbox
+from zeroshard.outer.island_options import IslandOptions
+from zeroshard.outer.island_post import Look
+from zeroshard.outer.island_source import Mail, open_mailbox
 from zeroshard.outer.mailbox_files import read_array
 from zeroshard.outer.mailbox_wire import MailboxError
 
@@ -61,6 +63,58 @@ def test_islands_that_wait_have_the_bits_of_a_mean_in_their_order(tmp_path: Path
         anchors = read_array(box.book.shelf.anchors(box.book.number, 0), 700, "<f4")
     assert all(same(values, expected) for values in found.values())
     assert same(anchors, expected)
+
+
+def test_an_island_that_waits_leaves_the_next_change_of_a_faster_one(tmp_path: Path, quick_disk: None) -> None:
+    """Anchors would have other bits if a change were added before those of the same version."""
+    names, exchanges, found = ["a", "b", "c"], 4, {}
+
+    def run(name: str) -> None:
+        values = start_values(name)
+        one = island(box, tmp_path, name, values, 3, log=tmp_path / "log")
+        settle = one._source.settle
+
+        def settle_late(version: int, step: int) -> Any:
+            if name == "a" and version < exchanges:
+                wait_for(lambda: one._source._post.look().here.get("b", 0) > version)
+            return settle(version, step)
+
+        one._source.settle = settle_late  # type: ignore[method-assign]
+        for exchange in range(exchanges):
+            values += np.float32(0.1) * start_values(f"{name}{exchange}")
+            one.after_step()
+        found[name] = values.copy()
+        one.finish(others=True)
+
+    with mailbox(tmp_path) as box:
+        at_once(*(partial(run, name) for name in names))
+    for name in names:
+        versions = [[version for version, _, _ in about["changes"]] for about in took(tmp_path / "log" / f"{name}-0")]
+        assert versions == [[version] * 3 for version in range(1, exchanges + 1)]
+        assert same(found[name], found["a"])
+
+
+class Leaving:
+    """A mailbox in which island b has put its fourth change and left; the change arrives at the second look."""
+
+    looks = 0
+
+    def look(self) -> Look:
+        self.looks += 1
+        return Look({"a": 4, "b": 3 + (self.looks > 1)}, needed={"a": 4}, is_up=True)
+
+    def listed(self, name: str) -> list[int]:
+        return [4]
+
+    def wait(self, look: Look, limit_s: float) -> None:
+        assert self.looks < 10
+
+
+@pytest.mark.parametrize(("staleness", "expected"), [(0, 4), (2, 3)])
+def test_an_island_that_waits_takes_what_one_has_put_before_it_left(staleness: int, expected: int) -> None:
+    options = IslandOptions("a", 2, staleness=staleness, address="127.0.0.1:1", secret_file="secret")
+    mail = Mail(options, Arrays(start_values("a")), Leaving())  # type: ignore[arg-type]
+    assert mail.settle(4, 4).here == {"a": 4, "b": expected}
 
 
 @pytest.mark.product

@@ -117,7 +117,19 @@ class Mail(Source):
 
     def settle(self, version: int, step: int) -> Found:
         """See `Source`."""
-        return self._wait(lambda look: _is_ready(look, version, self._options), version)
+
+        def is_ready(look: Look) -> bool:
+            # One that waits also takes what an island has put before it left.
+            has_all = self._options.staleness != 0 or not look.is_up or self._has_all(look, version)
+            return has_all and _is_ready(look, version, self._options)
+
+        return self._of_version(self._wait(is_ready, version), version)
+
+    def _of_version(self, found: Found, version: int) -> Found:
+        """Return what islands that wait for each other take in: a faster one may have put its next change by now."""
+        if self._options.staleness != 0:
+            return found
+        return replace(found, here={name: min(last, version) for name, last in found.here.items()})
 
     def drain(self, version: int, step: int, *, others: bool, limit_s: float) -> Found | None:
         """See `Source`."""
@@ -130,6 +142,8 @@ class Mail(Source):
         if others:
             self._post.tell_done()
         found = self._wait(is_ready, version)
+        if not others:
+            found = self._of_version(found, version)
         # By what all ranks have in common: another answer on one of them would leave the others alone.
         has_more = any(last > self._post.taken(name) for name, last in found.here.items())
         return found if not others or found.is_gone or (found.is_up and has_more) else None
