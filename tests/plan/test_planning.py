@@ -39,7 +39,7 @@ sys.meta_path.insert(0, Blocker())
 import zeroshard.plan
 import zeroshard as zs
 found = zs.search("gpt2", world_size=2, batches=(1,))
-print(zs.plan("llama-3-8b", world_size=8, stage=3).verdict, len(found.candidates))
+print(zs.plan("llama-3-8b", world_size=8, stage=3).verdict, found.count)
 """
 
 

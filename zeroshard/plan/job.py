@@ -42,9 +42,13 @@ __all__ = [
     "activations_of_shape",
     "check_options",
     "job_of_shape",
+    "load_of",
     "outside_bytes_of",
+    "parts_of",
+    "specs_of_layers",
     "tied_bytes_of",
     "treatment_of",
+    "wire_of",
 ]
 
 TOKEN_BYTES: Final = 8
@@ -306,7 +310,7 @@ def job_of_shape(
     layers = layers_of(model, schedule.all_chunks, system.cut)
     own = tuple(layer for chunk in schedule.chunks_of(place) for layer in layers[chunk])
     sharding = (model, own, options.tensor, row, formats, options.shard_ranks, options.replicas, rank)
-    specs = _specs(*sharding)
+    specs = specs_of_layers(*sharding)
     updates, account = _account(options.optimizer, device, *sharding)
     names = [*own_units(model)]
     for pattern, _ in options.row.activations.units:
@@ -321,7 +325,7 @@ def job_of_shape(
     def calls_of(layers: Collection[int]) -> Iterator[Call]:
         for unit, kind in _uses(model, specs, layers):
             chain = options.row.activations.of_unit(unit.name) if kind in ("block", "dense") else ()
-            yield Call(unit.number, _parts(model, load, kind, treatment_of(chain, options), summed))
+            yield Call(unit.number, parts_of(model, load, kind, treatment_of(chain, options), summed))
 
     job = Job(
         specs,
@@ -391,9 +395,9 @@ def activations_of_shape(model: Transformer, options: Options) -> tuple[float, i
     """Return (bytes that a block keeps per token, number of blocks, bytes that the other modules keep per token)."""
     load = load_of(options)
     treatment = treatment_of(options.row.activations.chain, options)
-    block = _parts(model, load, "block", treatment, None).saved_bytes
-    head = _parts(model, load, "head", Treatment(), None)
-    rest = _parts(model, load, "embedding", Treatment(), None).saved_bytes + head.saved_bytes + head.forward_bytes
+    block = parts_of(model, load, "block", treatment, None).saved_bytes
+    head = parts_of(model, load, "head", Treatment(), None)
+    rest = parts_of(model, load, "embedding", Treatment(), None).saved_bytes + head.saved_bytes + head.forward_bytes
     return block / load.tokens, model.layers, rest / load.tokens
 
 
@@ -447,7 +451,7 @@ def _uses(model: Transformer, specs: Sequence[UnitSpec], layers: Collection[int]
 
 
 @lru_cache(256)
-def _specs(
+def specs_of_layers(
     model: Transformer,
     layers: Sequence[int],
     tensor: int,
@@ -471,7 +475,7 @@ def _specs(
 
 @lru_cache(256)
 def _account(optimizer: str, device: Device, model: Transformer, *sharding: Any) -> tuple[Sequence[Updates], Account]:
-    updates = [updates_of(_specs(model, *sharding), OPTIMIZERS[optimizer], model.sides_of)]
+    updates = [updates_of(specs_of_layers(model, *sharding), OPTIMIZERS[optimizer], model.sides_of)]
     return updates, account_of(updates, device)
 
 
@@ -481,9 +485,15 @@ def _written(model: Transformer, batch: int, sequence: int, tensor: int) -> Mapp
 
 
 @lru_cache(1024)
-def _parts(
+def parts_of(
     model: Transformer, load: Workload, kind: str, treatment: Treatment, summed: tuple[Timed, float] | None
 ) -> Parts:
+    """Return the instructions of a kind of unit.
+
+    Args:
+        kind: "embedding", "block", "dense" or "head".
+        summed: combine them, with kernels of this device, and the seconds of its host for a kernel.
+    """
     if summed is None and load.kernels.program == "nanotron":
         if treatment != Treatment():
             raise ValueError("activations= of nanotron: its kernels are planned without recomputation; leave it out.")
@@ -495,7 +505,7 @@ def _parts(
             input_parts=treatment.input_parts,
             is_input_offloaded=treatment.is_input_offloaded,
         )
-    return coarse(_parts(model, load, kind, treatment, None), partial(_kernel_s, summed[0]), summed[1])
+    return coarse(parts_of(model, load, kind, treatment, None), partial(_kernel_s, summed[0]), summed[1])
 
 
 def _kernel_s(kernels: Timed, cost: Cost) -> float:

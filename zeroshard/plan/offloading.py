@@ -5,8 +5,9 @@ search draws (`search.py`). Needs no torch.
 
 Note: the order of trials
     Offload shortens the update at most, so the forwards and backwards of a configuration without offload are a lower
-    bound of its time. The search tries configurations by this bound, fastest first, and stops when the bound is not
-    below the time of the fastest plan so far. It skips a configuration that fits without offload, and one that would
+    bound of its time, as are its last backward and the update, on the host, of as much as has no room. The search tries
+    configurations by this bound, fastest first, and stops when the bound is not below the time of the fastest plan so
+    far. It skips a configuration that fits without offload, and one that would
     not fit even if everything that offload can move took no memory. For each of the others it looks for the smallest
     offload that fits, with the choices and the binary search of `offload="auto"` (`describe/offload.py`). At stage 3 it
     also tries all states with parameters in steps of a tenth. The fastest choice that fits is taken.
@@ -18,14 +19,17 @@ from typing import Final, NamedTuple
 
 from zeroshard.describe.offload import PARTS, choices_for, least_of
 from zeroshard.plan.job import Options, check_options, outside_bytes_of
+from zeroshard.plan.margins import margin_of
 from zeroshard.plan.result import Plan, verdict_of
-from zeroshard.plan.trying import Candidate
+from zeroshard.plan.trying import Candidate, Simulated
 from zeroshard.table.stages import row_of_stage
 
 __all__ = ["Chosen", "choose_offload", "may_fit"]
 
 MARGINS: Final = (0, 2, 5, 10, 20, 200)
 """Numbers of choices by which an offload grows until its full plan fits: full plans also count reserved memory."""
+LEAST_PART: Final = 0.9
+"""Of what an update on the device reads and writes, that on the host does at least, which rounds no parameters."""
 TENTH: Final = PARTS // 10
 """Number of choices in a tenth of the parameters."""
 
@@ -45,37 +49,38 @@ class Chosen(NamedTuple):
 
 
 def choose_offload(
-    candidates: Sequence[Candidate],
+    bounds: Sequence[Candidate],
     best: Plan | None,
     places: Sequence[str],
-    simulate: Callable[[Options], Candidate],
+    simulated: Simulated,
     whole: Callable[[Options], Plan],
 ) -> Chosen:
     """Return the fastest plan with offload, if no plan fits without offload or if it is faster than these.
 
     Args:
-        candidates: configurations without offload, all with the same number of ranks.
+        bounds: of the configurations without offload, all with the same number of ranks.
         best: the fastest plan that fits without offload.
         places: "host" and folders, in the order of trial; a configuration uses the first place in which it fits.
-        simulate: simulates a configuration with coarse units.
+        simulated: the simulations of these configurations.
         whole: plans a configuration in full.
     """
     found, candidate, fastest, tried = best, None, best.tokens_per_s if best is not None else 0.0, 0
 
-    def counted(options: Options) -> Candidate:
+    def simulate(options: Options) -> Candidate:
         nonlocal tried
         tried += 1
-        return simulate(options)
+        return simulated.simulate(options)
+
+    def may_be_faster(one: Candidate) -> bool:
+        return _most_tokens_per_s(one) > fastest and one.verdict != "fits" and may_fit(one)
 
     seen = set[tuple[Options, bool]]()
-    for one in sorted(candidates, key=lambda one: -_most_tokens_per_s(one)):
-        if _most_tokens_per_s(one) <= fastest:
-            break
+    for one in simulated.fastest_first(bounds if places else (), _most_tokens_per_s, may_be_faster):
         if (alike := _alike(one.options)) in seen:
             continue
         seen.add(alike)
-        for place in places if one.verdict != "fits" and may_fit(one) else ():
-            made = _least(one, place, fastest, counted, whole)
+        for place in places:
+            made = _least(one, place, fastest, simulate, whole)
             if made is not None and made[1].tokens_per_s > fastest:
                 candidate, found = made
                 fastest = found.tokens_per_s
@@ -91,8 +96,18 @@ def choose_offload(
 
 
 def _most_tokens_per_s(one: Candidate) -> float:
-    """Return the speed that no offload of a configuration exceeds."""
-    return one.options.tokens_per_step / one.passes_s
+    """Return the speed that no offload of a configuration exceeds.
+
+    The host begins when the last backward ends, and what it updates is needed in the next forward.
+    """
+    parts_s = LEAST_PART * one.host_s * min(1.0, _excess_bytes(one) / max(1, one.movable_bytes))
+    return one.options.tokens_per_step / max(one.passes_s, one.backward_s + parts_s)
+
+
+def _excess_bytes(one: Candidate) -> float:
+    """Return the bytes that must leave the device for a configuration to fit with its margin."""
+    wide_bytes = one.peak_bytes * (1 + margin_of(one.options).nine_tenths)
+    return max(0.0, wide_bytes + outside_bytes_of(one.options) - one.options.device.memory_bytes)
 
 
 def _alike(options: Options) -> tuple[Options, bool]:

@@ -497,7 +497,4 @@ def _steps(first: Film, film: Film, steady: int = 2, probed_bytes: int = 0) -> I
     shift = 1 + max((one.storage for one in (*film.before, *film.events)), default=0)
     made = {one.storage for one in film.before}
     for number in range(1, steady + 1):
-        moved = [
-            one._replace(storage=one.storage + number * shift * 2) for one in film.events if one.storage not in made
-        ]
-        yield calls_of(moved)
+        yield calls_of(film.events, shift=number * shift * 2, but=made)

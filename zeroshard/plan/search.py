@@ -3,6 +3,11 @@
 Owns the choice of candidates, the frontier of memory against speed, and the changes that a plan suggests. Candidates
 are simulated with coarse units (`tape.coarse`), which preserves peak and time. Candidates of the frontier and the best
 candidates are planned in full, with the allocator: their verdicts include reserved memory.
+
+Note: what is not simulated
+    `bounds.py` knows in closed form what no simulation is below. Configurations are taken from the fastest on, by this
+    bound until they are simulated (`fastest_first`): one whose bound has no room, or takes more memory than a faster
+    one, is neither on the frontier nor the best. So a search finds what it would find with all of them simulated.
 """
 
 import dataclasses
@@ -15,17 +20,18 @@ from typing import Any, Final, final
 
 from zeroshard.describe.asked import Asked, resolve
 from zeroshard.describe.offload import Offload
+from zeroshard.plan.bounds import bound_of
 from zeroshard.plan.job import Options, check_options, check_shape
 from zeroshard.plan.machine.hardware import Device
 from zeroshard.plan.machine.presets import device_named
 from zeroshard.plan.named import PRECISIONS
 from zeroshard.plan.numbers import aligned, thinned
-from zeroshard.plan.offloading import choose_offload, may_fit
+from zeroshard.plan.offloading import choose_offload
 from zeroshard.plan.planning import optimizers_named, plan_shape
 from zeroshard.plan.result import Plan
 from zeroshard.plan.shape.shapes import Transformer, shape_of
 from zeroshard.plan.sums import micro_batches_of
-from zeroshard.plan.trying import Candidate, candidate_of
+from zeroshard.plan.trying import Candidate, Simulated
 from zeroshard.table.stages import STAGES, row_of_stage
 
 __all__ = ["Search", "search"]
@@ -46,9 +52,11 @@ class Search:
     """The result of a search over configurations of one model.
 
     Args:
-        candidates: all simulated configurations; micro-batches beyond the first that has no room are not simulated.
-        frontier: the Pareto frontier of allocated memory and tokens per second, sorted by memory. Verdicts of the
-            frontier include reserved memory; those of other candidates count only allocated memory.
+        count: number of configurations.
+        candidates: those that were simulated.
+        frontier: the Pareto frontier of allocated memory and tokens per second, sorted by memory, of the configurations
+            that have room; if none has, the one that takes the least. Verdicts of the frontier include reserved memory;
+            those of other candidates count only allocated memory.
         best: for each number of ranks, the plan of the fastest configuration that fits, or None.
         reasons: the reason for offload, for each number of ranks whose best plan offloads.
         offloads_tried: number of simulated configurations with offload; the best ones are among `candidates`.
@@ -56,6 +64,7 @@ class Search:
     """
 
     model: Transformer
+    count: int
     candidates: Sequence[Candidate]
     frontier: Sequence[Candidate]
     best: Mapping[int, Plan | None]
@@ -71,7 +80,8 @@ class Search:
         return {
             "version": 1,
             "model": self.model.name,
-            "candidates": len(self.candidates),
+            "candidates": self.count,
+            "simulated": len(self.candidates),
             "frontier": [_plain(one) for one in self.frontier],
             "configurations": [_plain(one) for one in thinned(self.candidates, LISTED)],
             "best": {ranks: plan and plan.to_json() for ranks, plan in self.best.items()},
@@ -97,6 +107,7 @@ def search(
     batch_tokens: int | None = None,
     offload: Sequence[str] = ("host",),
     progress: Callable[[int, int], None] | None = None,
+    prune: bool = True,
 ) -> Search:
     """Simulate many configurations of a model, and return the frontier and the fastest configuration that fits.
 
@@ -109,9 +120,11 @@ def search(
         batch_tokens: tokens of a step, over all ranks, so that all configurations train equally; by default one
             micro-batch per step, and four for each place of a pipe.
         offload: places for states, and for parameters at stage 3, in the order of trial: "host", and folders if the
-            machines have a disk; () for no offload. The search offloads if nothing fits without offload, or if that is
-            faster; `Search.reasons` says which. On a CPU, device and host share one memory, so nothing is moved.
+            machines have a disk; () for no offload. The search offloads, without a pipe, if nothing fits without
+            offload, or if that is faster; `Search.reasons` says which. On a CPU, device and host share one memory, so
+            nothing is moved.
         progress: called with the number of configurations that were looked at, and of all.
+        prune: whether only configurations are simulated that may be on the frontier or the best.
 
     A KeyboardInterrupt ends the search: the result has the configurations that were simulated before, without offload.
 
@@ -151,34 +164,42 @@ def search(
         for ranks, row, batch, tensor, pipe in product(sizes, rows, sorted(batches), tensors, pipes)
         for options in _widths(_over(start, world_size=ranks, row=row, batch=batch, tensor=tensor, pipe=pipe))
     ]
-    candidates, looked_at, too_large = list[Candidate](), 0, set[Options]()
-    try:
-        for looked_at, options in enumerate(asked, 1):
-            # Larger micro-batches need more memory: where one has no room in any way, none of these has.
-            kind = dataclasses.replace(options, batch=1)
-            if kind not in too_large and (one := _try(shape, options, batch_tokens)) is not None:
-                candidates.append(one)
-                too_large |= {kind} if one.verdict == "no" and not may_fit(one) else set()
-            if progress is not None:
-                progress(looked_at, len(asked))
-    except KeyboardInterrupt:
-        places = []  # what comes now takes a few seconds
-    if not candidates:
+    configurations = [one for one in (_checked(shape, one, batch_tokens) for one in asked) if one is not None]
+    if not configurations:
         raise ValueError(f"No configuration of {shape.name} on {world_size} ranks has sizes that divide.")
+    simulated, bounds, done = Simulated(shape), list[Candidate](), 0
+
+    def tell(looked_at: int) -> None:
+        nonlocal done
+        done = looked_at
+        if progress is not None:
+            progress(done, len(configurations))
+
+    try:
+        bounds += map(partial(bound_of, shape) if prune else simulated, configurations)
+        _simulate_frontier(bounds, simulated, tell)
+    except KeyboardInterrupt:
+        bounds, places = [*simulated.known.values()], []  # what comes now takes a few seconds
+        if not bounds:
+            raise
     plan = lru_cache(maxsize=None)(partial(plan_shape, shape))
-    on_frontier = {one.options for one in frontier_of(candidates)}
-    candidates = [_settled(one, plan(one.options)) if one.options in on_frontier else one for one in candidates]
+    for one in frontier_of(simulated.known.values()):
+        simulated.known[one.options] = _settled(one, plan(one.options))
     best, reasons, tried = dict[int, Plan | None](), dict[int, str](), 0
     for ranks in sizes:
-        some = [one for one in candidates if one.options.world_size == ranks]
-        best[ranks] = _best(plan, some)
-        chosen = choose_offload(some, best[ranks], places, partial(candidate_of, shape), plan)
+        some = [one for one in bounds if one.options.world_size == ranks]
+        best[ranks] = _best(plan, some, simulated)
+        alone = [one for one in some if one.options.pipe == 1]
+        chosen = choose_offload(alone, best[ranks], places, simulated, plan)
         tried += chosen.tried
         if chosen.candidate is not None:
             best[ranks], reasons[ranks] = chosen.plan, chosen.reason
-            candidates.append(chosen.candidate)
-    found = tuple(candidates), tuple(frontier_of(candidates)), MappingProxyType(best), MappingProxyType(reasons)
-    return Search(shape, *found, tried, len(asked) - looked_at)
+            simulated.known[chosen.candidate.options] = chosen.candidate
+    found = (*simulated.known.values(),)
+    return Search(
+        shape, len(configurations), found, tuple(frontier_of(found)), MappingProxyType(best), MappingProxyType(reasons),
+        tried, len(configurations) - done,
+    )  # fmt: skip
 
 
 def _over(start: Options, *, pipe: int, **changed: Any) -> Options:
@@ -218,8 +239,8 @@ def _widths(options: Options) -> Iterator[Options]:
         yield dataclasses.replace(options, replicas=2**power)
 
 
-def _try(shape: Transformer, options: Options, batch_tokens: int | None) -> Candidate | None:
-    """Simulate a configuration; None where its sizes do not divide."""
+def _checked(shape: Transformer, options: Options, batch_tokens: int | None) -> Options | None:
+    """Return a configuration with the micro-batches of its step; None where its sizes do not divide."""
     if options.tensor > options.device.node_ranks:
         return None
     try:
@@ -229,13 +250,27 @@ def _try(shape: Transformer, options: Options, batch_tokens: int | None) -> Cand
         check_shape(shape, options)
     except ValueError:
         return None
-    return candidate_of(shape, options)
+    return options
 
 
-def frontier_of(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Return what no other candidate beats in memory and in tokens a second of each rank, by memory."""
+def _simulate_frontier(bounds: Sequence[Candidate], simulated: Simulated, tell: Callable[[int], None]) -> None:
+    """Simulate what may be on the frontier."""
+    least: Candidate | None = None
+
+    def is_wanted(one: Candidate) -> bool:
+        return one.has_room and (least is None or one.peak_bytes < least.peak_bytes)
+
+    for one in simulated.fastest_first(bounds, _speed, is_wanted, tell):
+        least = one
+    if least is None:
+        next(simulated.fastest_first(bounds, lambda one: -one.peak_bytes, lambda one: True))
+
+
+def frontier_of(candidates: Iterable[Candidate]) -> list[Candidate]:
+    """Return what has room, and no other candidate beats in memory and in tokens a second of each rank, by memory."""
     best, found = 0.0, list[Candidate]()
-    for one in sorted(candidates, key=lambda one: (one.peak_bytes, -_speed(one))):
+    ordered = sorted(candidates, key=lambda one: (one.peak_bytes, -_speed(one)))
+    for one in [one for one in ordered if one.has_room] or ordered[:1]:
         if _speed(one) > best:
             best = _speed(one)
             found.append(one)
@@ -246,10 +281,11 @@ def _speed(one: Candidate) -> float:
     return one.tokens_per_s / one.options.world_size
 
 
-def _best(whole: Callable[[Options], Plan], candidates: Sequence[Candidate]) -> Plan | None:
-    """Return the plan of the fastest candidate that fits when it is planned wholly."""
-    fastest = sorted((one for one in candidates if one.verdict != "no"), key=lambda one: -one.tokens_per_s)
-    return next((plan for one in fastest if (plan := whole(one.options)).verdict == "fits"), None)
+def _best(whole: Callable[[Options], Plan], bounds: Sequence[Candidate], simulated: Simulated) -> Plan | None:
+    """Return the plan of the fastest configuration that fits when it is planned wholly."""
+    order = simulated.fastest_first(bounds, lambda one: one.tokens_per_s, lambda one: one.verdict != "no")
+    plans = (whole(one.options) for one in order)
+    return next((plan for plan in plans if plan.verdict == "fits"), None)
 
 
 SHOWN: Final = 12
@@ -270,8 +306,8 @@ def _render(found: Search) -> str:
         )
         for one in shown
     ]
-    interrupted = f" (interrupted: {found.left_out:,} were not looked at)" if found.left_out else ""
-    count = f"{len(found.candidates):,} configurations{interrupted}"
+    interrupted = f", interrupted: {found.left_out:,} were not looked at" if found.left_out else ""
+    count = f"{found.count:,} configurations ({len(found.candidates):,} simulated{interrupted})"
     text = [f"{found.model.name}: {count}; the frontier of memory and speed:", ""]
     text += aligned([heads, *rows])
     text += ["", "the fastest that fits:"]

@@ -5,8 +5,10 @@ no torch. Read `tape.coarse` first.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from heapq import heapify, heappop, heappush
 from typing import Final, final
 
 from zeroshard.describe.treatments import activations_of
@@ -18,10 +20,11 @@ from zeroshard.plan.step.simulate import make_film
 from zeroshard.table.activations import Recomputed
 from zeroshard.table.stages import STAGES
 
-__all__ = ["Candidate", "candidate_of", "changes_of"]
+__all__ = ["Candidate", "Simulated", "candidate_of", "changes_of"]
 
 MOVABLE: Final = ("parameters", "states", "padding")
-"""Columns that offload can move, in whole or in part, besides gradients, which exist only during a step."""
+"""Columns that offload can move, in whole or in part, besides gradients, which exist only during a step. Parameters
+move only where they are sharded."""
 MOST_CHANGES: Final = 5
 """Maximum number of changes that are planned in full; each takes as long as the plan itself."""
 
@@ -37,6 +40,8 @@ class Candidate:
         reserved_bytes: bytes that the allocator reserves; None if the configuration was not planned in full.
         movable_bytes: maximum bytes on the device of the state that offload can move.
         passes_s: seconds of the step without its update.
+        backward_s: of the last backward.
+        host_s: of an update of all of that state on the host.
     """
 
     options: Options
@@ -46,6 +51,8 @@ class Candidate:
     reserved_bytes: int | None = None
     movable_bytes: int = 0
     passes_s: float = 0.0
+    backward_s: float = 0.0
+    host_s: float = 0.0
 
     @property
     def total_bytes(self) -> int:
@@ -53,9 +60,57 @@ class Candidate:
         return (self.reserved_bytes or self.peak_bytes) + outside_bytes_of(self.options)
 
     @property
+    def has_room(self) -> bool:
+        """Whether the device has room for what is allocated."""
+        return self.peak_bytes + outside_bytes_of(self.options) <= self.options.device.memory_bytes
+
+    @property
     def tokens_per_s(self) -> float:
         """Tokens per second over all ranks."""
         return self.options.tokens_per_step / self.step_s
+
+
+@final
+class Simulated:
+    """Simulations of the configurations of a shape, each made once."""
+
+    def __init__(self, shape: Transformer) -> None:
+        self.simulate = partial(candidate_of, shape)
+        self.known: dict[Options, Candidate] = {}
+
+    def __call__(self, options: Options) -> Candidate:
+        """Return the simulation of a configuration, which is kept."""
+        if options not in self.known:
+            self.known[options] = self.simulate(options)
+        return self.known[options]
+
+    def fastest_first(
+        self,
+        bounds: Iterable[Candidate],
+        speed: Callable[[Candidate], float],
+        wanted: Callable[[Candidate], bool],
+        looked_at: Callable[[int], None] = lambda count: None,
+    ) -> Iterator[Candidate]:
+        """Yield configurations from the fastest on, and simulate only those that a bound does not leave out.
+
+        Args:
+            bounds: of each configuration, what no simulation is below, or the simulation itself.
+            speed: to order by; a bound has at least that of the simulation.
+            wanted: whether to yield a simulation; of a bound, whether it may be.
+            looked_at: called with the number of configurations that are done.
+        """
+        heap = [(-speed(one), place, one) for place, one in enumerate(bounds)]
+        heapify(heap)
+        count, done = len(heap), set[int]()
+        while heap:
+            _, place, one = heappop(heap)
+            if place in done and wanted(one):
+                yield one
+            elif place not in done and wanted(one):
+                done.add(place)
+                one = self(one.options)
+                heappush(heap, (-speed(one), place, one))
+            looked_at(count - len(heap))
 
 
 def candidate_of(shape: Transformer, options: Options) -> Candidate:
@@ -69,8 +124,14 @@ def candidate_of(shape: Transformer, options: Options) -> Candidate:
     host_bytes = options.node_processes * film.host_peak_bytes
     verdict = verdict_of(film.peak[0], outside_bytes_of(options), options, host_bytes)
     held = [sum(b.held_gradient_bytes) for unit in job.units for b in unit.reduced if b.row.gradients.is_on_device]
-    movable_bytes = sum(film.resident_bytes[column] for column in MOVABLE) + sum(held)
-    return Candidate(options, film.peak[0], step_s, verdict, movable_bytes=movable_bytes, passes_s=passes_s)
+    columns = MOVABLE if options.row.cuts_parameters else MOVABLE[1:]
+    movable_bytes = sum(film.resident_bytes[column] for column in columns) + sum(held)
+    backward_s = film.phases[-2].stop_s - film.phases[-2].start_s
+    host_s = options.device.host_s(sum(job.sums.moved_bytes), options.node_processes)
+    return Candidate(
+        options, film.peak[0], step_s, verdict, movable_bytes=movable_bytes, passes_s=passes_s, backward_s=backward_s,
+        host_s=host_s,
+    )  # fmt: skip
 
 
 def changes_of(shape: Transformer, plan: Plan, whole: Callable[[Transformer, Options], Plan]) -> Sequence[Change]:

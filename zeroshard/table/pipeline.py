@@ -17,6 +17,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import lru_cache
 from itertools import accumulate, product
 from types import MappingProxyType
 from typing import NamedTuple, final
@@ -120,6 +121,7 @@ SPLIT = ("zero-bubble", "zb1p", "zbv", "zbvzerobubble", "interleavedzerobubble",
 """Schedules that compute the gradients of inputs and those of weights apart."""
 
 
+@lru_cache(256, typed=True)  # a search asks for the same ones a thousand times
 def schedule_of(
     name: str, places: int, micro_batches: int, chunks: int = 1, *, recomputed: Sequence[int] = ()
 ) -> Schedule:

@@ -6,7 +6,7 @@ do about a result (`planning.py`). Needs no torch.
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
@@ -18,6 +18,9 @@ from zeroshard.plan.machine import rules
 __all__ = ["COLUMNS", "Event", "Film", "LaneSpan", "Phase", "Tick", "bytes_by_column", "bytes_elsewhere", "calls_of"]
 
 COLUMNS: Final = ("parameters", "gradients", "states", "padding", "activations", "transient")
+
+
+ALLOC, FREE = rules.Action.ALLOC, rules.Action.FREE
 
 
 class Event(NamedTuple):
@@ -179,13 +182,16 @@ class Film:
         return sorted(live.values(), key=lambda one: -one.nbytes)
 
 
-def calls_of(events: Iterable[Event]) -> Iterator[rules.Event]:
-    """Yield the calls of the allocator that events stand for."""
-    for one in events:
-        if one.nbytes > 0:
-            yield rules.Event(one.storage, one.nbytes)
-        else:
-            yield rules.Event(one.storage, 0, action=rules.Action.FREE)
+def calls_of(events: Iterable[Event], *, shift: int = 0, but: Collection[int] = ()) -> Iterator[rules.Event]:
+    """Yield the calls of the allocator that events stand for.
+
+    Args:
+        shift: added to the numbers of storages, as of a later step.
+        but: storages to leave out.
+    """
+    for _, nbytes, storage, *_ in events:
+        if storage not in but:
+            yield rules.Event(storage + shift, max(0, nbytes), 0, ALLOC if nbytes > 0 else FREE)
 
 
 def bytes_by_column(events: Iterable[Event]) -> dict[str, int]:

@@ -54,7 +54,7 @@ class Storages:
         """Give memory back; nothing for a storage without memory."""
         event = self.open.pop(number, None)
         if event is not None:
-            self.events.append(event._replace(at_s=self._clock.now_s, nbytes=-event.nbytes))
+            self.events.append(Event(self._clock.now_s, -event.nbytes, *event[2:]))
 
     def drop_late(self, number: int, kernels: int) -> None:
         """Give memory back when the host has queued so many kernels more, or waits for the device."""

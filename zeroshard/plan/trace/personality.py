@@ -55,6 +55,11 @@ class Personality(ABC):
         if func is aten.add.Tensor and self._bias is not None and args[1] is self._bias:
             # `linear` adds its bias in place, except for fake tensors.
             return aten.add_.Tensor(*args).detach()
+        if func is aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
+            # Kernels take float32 and float16, too; torch's shape function refuses them.
+            like = [torch.empty_strided(one.shape, one.stride(), dtype=torch.bfloat16) for one in args[:2]]
+            made = func(*like, *args[2:], **kwargs)
+            return torch.empty_strided(made.shape, made.stride(), dtype=args[0].dtype)
         return func(*args, **kwargs)
 
     def prepare(self, optimizer: torch.optim.Optimizer) -> None:
