@@ -241,7 +241,6 @@ KINDS = ((), STATIC, (*STATIC, "checkpoint"), (*STATIC, "gradient"), (*STATIC, *
 """What may be put in arenas; the first is none, the last is all that lives long."""
 RESERVES = (0.0, 1.0, 1.01, 1.02, 1.03, 1.05, 1.08, 1.12, 1.16, 1.2)
 """Sizes of the segment that is made for all the rest, over what the rest needs; 0 for no such segment."""
-FIXED, GROWING = Rules(), Rules(is_expandable=True)
 PAGE_BYTES = 2 * 2**20
 
 
@@ -299,16 +298,15 @@ def plan(trace: Trace, kinds: tuple[str, ...]) -> Policy:
     return Policy(kinds, arenas, {role: (name, i) for name in arenas for i, role in enumerate(found[name])})
 
 
-def choose(trace: Trace, policies: Sequence[Policy], rules: Rules) -> Policy:
+def choose(trace: Trace, policies: Sequence[Policy]) -> Policy:
     """Return the policy, and the segment for the rest, by which a planned trace reserves least."""
     candidates = []
     for policy in policies:
         rest = policy.rest_bytes(trace)
         candidates += [
-            replace(policy, reserve_bytes=-(-int(rest * share) // PAGE_BYTES) * PAGE_BYTES)
-            for share in (RESERVES if rules is FIXED else (0.0,))
+            replace(policy, reserve_bytes=-(-int(rest * share) // PAGE_BYTES) * PAGE_BYTES) for share in RESERVES
         ]
-    return min(candidates, key=lambda policy: policy.run(trace, rules).outcome.peak_reserved_bytes)
+    return min(candidates, key=lambda policy: policy.run(trace, Rules()).outcome.peak_reserved_bytes)
 
 
 def judge(case: Case, trace: Trace, planned: Trace) -> dict[str, Any]:
@@ -316,27 +314,23 @@ def judge(case: Case, trace: Trace, planned: Trace) -> dict[str, Any]:
     plans = [plan(planned, kinds) for kinds in KINDS]
     none, static, everything = plans[0], plans[1], plans[-1]
     rest = -(-everything.rest_bytes(planned) // PAGE_BYTES) * PAGE_BYTES
-    chosen, growing = choose(planned, plans, FIXED), choose(planned, plans, GROWING)
+    chosen = choose(planned, plans)
     policies = {
-        "none": (none, FIXED),
-        "static first": (static, FIXED),
-        "arenas": (everything, FIXED),
-        "arenas written directly": (replace(everything, is_copied=False), FIXED),
-        "arenas and reserve": (replace(everything, reserve_bytes=rest), FIXED),
-        "chosen": (chosen, FIXED),
-        "expandable": (none, GROWING),
-        "expandable, static first": (static, GROWING),
-        "expandable, arenas": (everything, GROWING),
-        "expandable, chosen": (growing, GROWING),
+        "none": none,
+        "static first": static,
+        "arenas": everything,
+        "arenas written directly": replace(everything, is_copied=False),
+        "arenas and reserve": replace(everything, reserve_bytes=rest),
+        "chosen": chosen,
     }
     needed = needed_bytes(trace.events)
     tight = needed + needed // 20
     excess, out_of_memory, retries = {}, {}, {}
-    for name, (policy, rules) in policies.items():
-        excess[name] = round(policy.run(trace, rules).excess, 4)
-        outcome = policy.run(trace, replace(rules, device_bytes=tight)).outcome
+    for name, policy in policies.items():
+        excess[name] = round(policy.run(trace, Rules()).excess, 4)
+        outcome = policy.run(trace, Rules(device_bytes=tight)).outcome
         out_of_memory[name], retries[name] = outcome.out_of_memory is not None, outcome.retries
-    without = none.run(trace, FIXED).outcome
+    without = none.run(trace, Rules()).outcome
     return {
         "case": case.name,
         "events": len(trace.events),
@@ -350,7 +344,7 @@ def judge(case: Case, trace: Trace, planned: Trace) -> dict[str, Any]:
             - 1,
             4,
         ),
-        "chosen": {"kinds": chosen.kinds, "reserve_bytes": chosen.reserve_bytes, "expandable_kinds": growing.kinds},
+        "chosen": {"kinds": chosen.kinds, "reserve_bytes": chosen.reserve_bytes},
         "excess": excess,
         "out_of_memory_at_105": out_of_memory,
         "retries_at_105": retries,

@@ -219,78 +219,6 @@ def test_a_full_device_waits_for_streams() -> None:
     assert (outcome.retries, outcome.reserved_bytes, outcome.out_of_memory) == (1, 14 * MIB, None)
 
 
-# -- expandable segments ----------------------------------------------------------------------------------------------
-
-GROWING = Rules(is_expandable=True)
-
-
-def test_an_expandable_segment_grows_by_pages() -> None:
-    outcome = simulate([alloc("a", 3 * MIB), alloc("b", 16 * MIB), alloc("c", 2 * MIB), alloc("d", 1)], GROWING)
-    # 21 MiB take two pages of 20 MiB, and the small one a page of 2 MiB in a segment of its own.
-    assert [segment.reserved_bytes for segment in outcome.segments] == [40 * MIB, 2 * MIB]
-    assert blocks(outcome)[0] == [("a", 3 * MIB), ("b", 16 * MIB), ("c", 2 * MIB), (None, 19 * MIB)]
-
-
-def test_an_expandable_segment_has_no_remainders() -> None:
-    # Blocks of two sizes that no fixed segments could share: 24 MiB after two of 12 MiB.
-    events = [alloc("a", 12 * MIB), alloc("b", 12 * MIB), *free("a", "b"), alloc("c", 24 * MIB)]
-    assert simulate(events, GROWING).reserved_bytes == 40 * MIB
-    assert simulate(events).reserved_bytes == 48 * MIB
-    # A large block is split from 512 bytes on.
-    close = [alloc("a", 20 * MIB), *free("a"), alloc("b", 20 * MIB - 512)]
-    assert simulate(close, GROWING).allocated_bytes == 20 * MIB - 512
-
-
-def test_a_free_end_grows_by_what_is_missing() -> None:
-    # 15 MiB are free at the end: 30 MiB need one page more.
-    outcome = simulate([alloc("a", 5 * MIB), alloc("b", 30 * MIB)], GROWING)
-    assert outcome.reserved_bytes == 40 * MIB
-    assert blocks(outcome) == [[("a", 5 * MIB), ("b", 30 * MIB), (None, 5 * MIB)]]
-
-
-def test_the_end_of_an_expandable_segment_is_used_last() -> None:
-    # Free: 8 MiB between two blocks, and 7 MiB at the end, which can grow. 6 MiB go to the former.
-    made = [alloc("a", 3 * MIB), alloc("b", 8 * MIB), alloc("c", 2 * MIB), *free("b")]
-    outcome = simulate([*made, alloc("d", 6 * MIB)], GROWING)
-    assert blocks(outcome) == [[("a", 3 * MIB), ("d", 6 * MIB), (None, 2 * MIB), ("c", 2 * MIB), (None, 7 * MIB)]]
-
-
-def test_whole_free_pages_are_returned() -> None:
-    rules = Rules(is_expandable=True, device_bytes=100 * MIB)
-    made = [alloc("a", 15 * MIB), alloc("b", 50 * MIB), alloc("c", 5 * MIB), *free("b")]
-    # "b" lies from 15 to 65 MiB: two whole pages, 20 to 60 MiB, go. The small pool then takes 2 MiB in small pages.
-    outcome = simulate([*made, *(alloc(i, MIB) for i in range(22))], rules)
-    assert outcome.retries == 1
-    # Two requests of 1 MiB share a page: with 80 MiB of pages, the eleventh page, for request 20, is one too many.
-    assert outcome.returned == (Retry(20, 2, 40 * MIB, 1, 2 * MIB),)
-    assert outcome.reserved_bytes == 62 * MIB
-    shown = [(p.key, p.num_bytes // MIB, p.state.value) for p in outcome.segments[0].pieces]
-    assert shown == [
-        ("a", 15, "allocated"),
-        (None, 5, "free"),
-        (None, 40, "unmapped"),
-        (None, 5, "free"),
-        ("c", 5, "allocated"),
-        (None, 10, "free"),
-    ]
-    # The gap is filled again, from the free block before it.
-    again = simulate([*made, *(alloc(i, MIB) for i in range(22)), alloc("e", 24 * MIB)], rules)
-    assert again.reserved_bytes == 82 * MIB
-    assert [(p.key, p.num_bytes // MIB) for p in again.segments[0].pieces][:4] == [
-        ("a", 15),
-        ("e", 24),
-        (None, 1),
-        (None, 20),
-    ]
-
-
-def test_an_empty_expandable_segment_goes() -> None:
-    rules = Rules(is_expandable=True, device_bytes=40 * MIB)
-    outcome = simulate([alloc("a", 30 * MIB), *free("a"), alloc("b", 1)], rules)
-    assert [segment.is_small for segment in outcome.segments] == [True]
-    assert outcome.reserved_bytes == 2 * MIB
-
-
 # -- errors -----------------------------------------------------------------------------------------------------------
 
 
@@ -461,12 +389,11 @@ def test_all_rules_together_are_those_of_the_plain_model(number: int, is_limited
 
 
 @pytest.mark.product
-@pytest.mark.parametrize("is_expandable", [False, True])
 @pytest.mark.parametrize("number", range(12))
-def test_what_holds_at_each_moment(number: int, is_expandable: bool) -> None:
+def test_what_holds_at_each_moment(number: int) -> None:
     r = random.Random(1000 + number)
     device = r.choice([None, r.randrange(200, 600) * MIB])
-    rules = Rules(device_bytes=device, is_expandable=is_expandable)
+    rules = Rules(device_bytes=device)
     allocator, asked = Allocator(rules), {}
     events = draw_events(r, length=400, num_streams=r.choice([1, 2]))
     for place, event in enumerate(events):
@@ -492,8 +419,7 @@ def test_what_holds_at_each_moment(number: int, is_expandable: bool) -> None:
                 assert one.state is not other.state or one.state in (BlockState.ALLOCATED, BlockState.WAITING)
             last = segment.pieces[-1]
             ends[segment.address] = segment.address + last.offset + last.num_bytes
-            page = 2 * MIB if segment.is_small or not is_expandable else 20 * MIB
-            assert segment.reserved_bytes % page == 0
+            assert segment.reserved_bytes % (2 * MIB) == 0
         starts = sorted(ends)
         assert all(ends[start] <= after for start, after in pairwise(starts))
         assert allocator.reserved_bytes == sum(segment.reserved_bytes for segment in segments)
@@ -507,5 +433,4 @@ def test_what_holds_at_each_moment(number: int, is_expandable: bool) -> None:
     end = simulate([*events, *rest, *streams, Event("last", 512), Event("last", 0, 0, Action.FREE)], rules)
     assert (end.allocated_bytes, end.requested_bytes) == (0, 0)
     for segment in end.segments:
-        assert {piece.state for piece in segment.pieces} <= {BlockState.FREE, BlockState.UNMAPPED}
-        assert is_expandable or len(segment.pieces) == 1
+        assert [piece.state for piece in segment.pieces] == [BlockState.FREE]

@@ -13,15 +13,14 @@ Note: how torch's allocator works
     merges with free neighbours of its segment. If no block fits and the driver has no memory, the allocator returns all
     free segments to the driver and requests again (a retry); if that fails, the program is out of memory.
     A block that another stream used (`record_stream`) becomes free only when that stream has finished the work queued
-    before the free. With `expandable_segments`, a pool has one segment that grows by pages, and a retry returns free
-    pages.
+    before the free.
 
 The simulation makes two assumptions that traces do not contain: the driver provides segments at ascending addresses,
 and never reuses an address. The caller subtracts memory outside the allocator (context, NCCL) from `device_bytes`.
-Private pools (CUDA graphs, `MemPool`), and settings besides `expandable_segments`, are not modelled.
+Private pools (CUDA graphs, `MemPool`) and settings such as `expandable_segments` are not modelled.
 
 Source: pytorch, c10/cuda/CUDACachingAllocator.cpp (`DeviceCachingAllocator`: `malloc`, `get_free_block`, `alloc_block`,
-`should_split`, `try_merge_blocks`, `release_cached_blocks`, `unmap_block`) and c10/core/AllocatorConfig.h (constants,
+`should_split`, `try_merge_blocks`, `release_cached_blocks`) and c10/core/AllocatorConfig.h (constants,
 as installed with torch 2.13).
 """
 
@@ -30,7 +29,7 @@ from collections import deque
 from collections.abc import Hashable, Iterable
 from typing import final
 
-from zeroshard.plan.machine.memory_blocks import Block, BlockState, Pool, reach_of
+from zeroshard.plan.machine.memory_blocks import Block, BlockState, Pool
 from zeroshard.plan.machine.outcomes import Outcome, OutOfMemory, Piece, Retry, Segment
 from zeroshard.plan.machine.rules import (
     BLOCK_BYTES,
@@ -39,7 +38,6 @@ from zeroshard.plan.machine.rules import (
     LONE_STEP_BYTES,
     SMALL_BYTES,
     SMALL_SEGMENT_BYTES,
-    UNLIMITED_BYTES,
     Action,
     Event,
     Rules,
@@ -158,7 +156,7 @@ class Allocator:
         if block is None:
             return False
         rest = block.size - size
-        if rest >= BLOCK_BYTES if is_small or self._rules.is_expandable else rest > SMALL_BYTES:
+        if rest >= BLOCK_BYTES if is_small else rest > SMALL_BYTES:
             pool.add(block.cut(size, BlockState.FREE))
         block.state, block.key, block.requested = BlockState.ALLOCATED, key, num_bytes
         self._live[key] = block
@@ -219,7 +217,7 @@ class Allocator:
         self.peak_reserved_bytes = self.reserved_bytes
 
     def snapshot(self) -> tuple[Segment, ...]:
-        """Return all segments with their blocks, by address, without gaps at the end of expandable segments."""
+        """Return all segments with their blocks, by address."""
         segments = []
         for address, head in self._heads.items():
             pieces: list[Piece] = []
@@ -227,10 +225,8 @@ class Allocator:
             while block is not None:
                 pieces.append(Piece(block.address - address, block.size, block.state, block.key))
                 block = block.next
-            if pieces[-1].state is BlockState.UNMAPPED:
-                pieces.pop()
-            mapped = sum(piece.num_bytes for piece in pieces if piece.state is not BlockState.UNMAPPED)
-            segments.append(Segment(address, mapped, head.pool.stream, head.pool.is_small, tuple(pieces)))
+            reserved_bytes = sum(piece.num_bytes for piece in pieces)
+            segments.append(Segment(address, reserved_bytes, head.pool.stream, head.pool.is_small, tuple(pieces)))
         return tuple(segments)
 
     # -- free blocks --------------------------------------------------------------------------------------------------
@@ -241,10 +237,6 @@ class Allocator:
         place = bisect_left(free, (size,))
         if place == len(free):
             return None
-        if self._rules.is_expandable:
-            # A block before a gap counts with its maximum size, so the end of the segment is used last.
-            while place + 1 < len(free) and reach_of(free[place + 1][2]) < reach_of(free[place][2]):
-                place += 1
         return free.pop(place)[2]
 
     def _release(self, block: Block) -> None:
@@ -276,25 +268,23 @@ class Allocator:
 
     def _ask(self, pool: Pool, size: int) -> Block | None:
         """Request memory from the driver; return a block outside all pools, or None."""
-        if self._rules.is_expandable:
-            return self._grow(pool, size)
         is_lone = not pool.is_small and size >= LONE_BYTES
         wanted = -(-size // LONE_STEP_BYTES) * LONE_STEP_BYTES if is_lone else self._page(pool)
         if not self._reserve(wanted):
             return None
-        return self._new_segment(pool, wanted, BlockState.FREE)
+        return self._new_segment(pool, wanted)
 
-    def _reserve(self, num_bytes: int, segments: int = 1) -> bool:
+    def _reserve(self, num_bytes: int) -> bool:
         limit = self._rules.device_bytes
         if limit is not None and self.reserved_bytes + num_bytes > limit:
             return False
         self.reserved_bytes += num_bytes
-        self._given = self._given[0] + segments, self._given[1] + num_bytes
+        self._given = self._given[0] + 1, self._given[1] + num_bytes
         self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
         return True
 
-    def _new_segment(self, pool: Pool, size: int, state: BlockState) -> Block:
-        block = Block(self._next_address, size, pool, state)
+    def _new_segment(self, pool: Pool, size: int) -> Block:
+        block = Block(self._next_address, size, pool, BlockState.FREE)
         self._next_address += size
         self._heads[block.address] = block
         return block
@@ -305,91 +295,20 @@ class Allocator:
         del self._heads[block.address]
         self._give_back(block.size)
 
-    def _give_back(self, num_bytes: int, segments: int = 1) -> None:
+    def _give_back(self, num_bytes: int) -> None:
         self.reserved_bytes -= num_bytes
-        self._got = self._got[0] + segments, self._got[1] + num_bytes
+        self._got = self._got[0] + 1, self._got[1] + num_bytes
 
     def _release_all(self) -> None:
-        """Wait for all streams, then return each free segment, or each free page of an expandable segment."""
+        """Wait for all streams, then return each free segment."""
         for stream, queue in self._queues.items():
             if queue:
                 self._caught_up[stream] = len(queue)
         self._take_back()
         for pool in self._pools.values():
             for _, _, block in list(pool.free):
-                if self._rules.is_expandable:
-                    self._unmap(block)
-                elif block.is_whole:
+                if block.is_whole:
                     self._drop(block)
-
-    # -- segments that grow -------------------------------------------------------------------------------------------
-
-    def _grow(self, pool: Pool, size: int) -> Block | None:
-        """Return a block of at least `size` bytes from adjacent free blocks and gaps, with pages for the gaps."""
-        block: Block | None = self._room(pool, size)
-        assert block is not None
-        if block.state is BlockState.UNMAPPED:
-            block = self._map(block, min(block.size, size))
-        while block is not None and block.size < size:
-            gap = block.next
-            assert gap is not None
-            block = self._map(gap, min(size - block.size, gap.size))
-        if block is not None:
-            pool.remove(block)
-        return block
-
-    def _room(self, pool: Pool, size: int) -> Block:
-        """Return the first of adjacent free blocks and gaps that together have addresses for `size` bytes."""
-        for _, gap in pool.gaps:
-            first = gap.prev if gap.prev is not None and gap.prev.is_available else gap
-            found, at = 0, first
-            while found < size and at.is_available:
-                found += at.size
-                if at.next is None:
-                    break
-                at = at.next
-            if found >= size:
-                return first
-        device = self._rules.device_bytes or UNLIMITED_BYTES
-        page = self._page(pool)
-        self._next_address = -(-self._next_address // page) * page
-        # An eighth more than the device has: pages may be returned at one end and allocated at the other.
-        block = self._new_segment(pool, -(-(device + device // 8) // page) * page, BlockState.UNMAPPED)
-        pool.add(block)
-        return block
 
     def _page(self, pool: Pool) -> int:
         return SMALL_SEGMENT_BYTES if pool.is_small else LARGE_SEGMENT_BYTES
-
-    def _map(self, gap: Block, size: int) -> Block | None:
-        """Map memory to the first `size` bytes of a gap, in whole pages; return the free block that contains them."""
-        pool, page = gap.pool, self._page(gap.pool)
-        mapped = -(-size // page) * page
-        if not self._reserve(mapped, mapped // page):
-            return None
-        pool.remove(gap)
-        if mapped < gap.size:
-            pool.add(gap.cut(mapped, BlockState.UNMAPPED))
-        gap.state = BlockState.FREE
-        return pool.join(gap)
-
-    def _unmap(self, block: Block) -> None:
-        """Return the whole pages inside a free block to the driver."""
-        pool, page = block.pool, self._page(block.pool)
-        start = -(-block.address // page) * page
-        stop = (block.address + block.size) // page * page
-        if start >= stop:
-            return
-        pool.remove(block)
-        if stop < block.address + block.size:
-            pool.add(block.cut(stop - block.address, BlockState.FREE))
-        if start > block.address:
-            gap = block.cut(start - block.address, BlockState.FREE)
-            pool.add(block)
-            block = gap
-        block.state = BlockState.UNMAPPED
-        self._give_back(stop - start, (stop - start) // page)
-        block = pool.join(block)
-        if block.is_whole:
-            pool.remove(block)
-            del self._heads[block.address]

@@ -9,7 +9,7 @@ from collections.abc import Hashable
 from enum import Enum
 from typing import final
 
-__all__ = ["Block", "BlockState", "Pool", "reach_of"]
+__all__ = ["Block", "BlockState", "Pool"]
 
 
 class BlockState(Enum):
@@ -19,8 +19,6 @@ class BlockState(Enum):
     WAITING = "waiting"
     """Freed by the program, but possibly still in use by another stream."""
     FREE = "free"
-    UNMAPPED = "unmapped"
-    """Addresses of an expandable segment without memory."""
 
 
 @final
@@ -43,11 +41,6 @@ class Block:
         """Whether this block is the only block of its segment."""
         return self.prev is None and self.next is None
 
-    @property
-    def is_available(self) -> bool:
-        """Whether these addresses are unused."""
-        return self.state is BlockState.FREE or self.state is BlockState.UNMAPPED
-
     def cut(self, size: int, state: BlockState) -> "Block":
         """Keep `size` bytes; return the rest as a separate block outside all pools."""
         rest = Block(self.address + size, self.size - size, self.pool, state)
@@ -69,31 +62,24 @@ class Block:
 
 @final
 class Pool:
-    """Free blocks of one stream and size class by size, then address, and gaps of expandable segments by address."""
+    """Free blocks of one stream and size class by size, then address."""
 
-    __slots__ = ("free", "gaps", "is_small", "stream")
+    __slots__ = ("free", "is_small", "stream")
 
     def __init__(self, stream: int, *, is_small: bool) -> None:
         self.stream, self.is_small = stream, is_small
         self.free: list[tuple[int, int, Block]] = []
-        self.gaps: list[tuple[int, Block]] = []
 
     def add(self, block: Block) -> None:
-        """Add a free block or a gap without merging."""
-        if block.state is BlockState.FREE:
-            insort(self.free, (block.size, block.address, block))
-        else:
-            insort(self.gaps, (block.address, block))
+        """Add a free block without merging."""
+        insort(self.free, (block.size, block.address, block))
 
     def remove(self, block: Block) -> None:
-        """Remove a free block or a gap."""
-        if block.state is BlockState.FREE:
-            del self.free[bisect_left(self.free, (block.size, block.address))]
-        else:
-            del self.gaps[bisect_left(self.gaps, (block.address,))]
+        """Remove a free block."""
+        del self.free[bisect_left(self.free, (block.size, block.address))]
 
     def join(self, block: Block) -> Block:
-        """Merge a block that became free or a gap with neighbours of the same state, then add it."""
+        """Merge a block that became free with free neighbours, then add it."""
         left, right = block.prev, block.next
         if left is not None and left.state is block.state:
             self.remove(left)
@@ -104,9 +90,3 @@ class Pool:
             block.absorb_next()
         self.add(block)
         return block
-
-
-def reach_of(block: Block) -> int:
-    """Return the maximum size of a free block, including gaps behind it."""
-    after = block.next
-    return block.size + (after.size if after is not None and after.state is BlockState.UNMAPPED else 0)

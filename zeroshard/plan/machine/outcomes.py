@@ -57,8 +57,6 @@ class OutOfMemory:
 class Retry:
     """A request that returned all free segments to the driver, and the memory allocated afterwards.
 
-    For an expandable segment, pages count as segments, because the driver maps and unmaps pages separately.
-
     Args:
         key: key of the request.
         returned_segments, returned_bytes: segments and bytes returned to the driver for this request.

@@ -22,7 +22,6 @@ __all__ = [
     "Rules",
     "SMALL_BYTES",
     "SMALL_SEGMENT_BYTES",
-    "UNLIMITED_BYTES",
     "round_bytes",
 ]
 
@@ -33,12 +32,10 @@ SMALL_BYTES: Final = MIB
 """Maximum size of allocations in a small pool."""
 SMALL_SEGMENT_BYTES: Final = 2 * MIB
 LARGE_SEGMENT_BYTES: Final = 20 * MIB
-"""Size of segments for allocations from 1 MiB to 10 MiB, and of pages of expandable segments."""
+"""Size of segments for allocations from 1 MiB to 10 MiB."""
 LONE_BYTES: Final = 10 * MIB
 """Minimum size of allocations with a separate segment."""
 LONE_STEP_BYTES: Final = 2 * MIB
-UNLIMITED_BYTES: Final = 2**46
-"""Size of an unlimited device; only the address space of expandable segments needs a number."""
 
 
 class Action(Enum):
@@ -77,11 +74,9 @@ class Rules:
 
     Args:
         device_bytes: memory that the driver can provide; None for unlimited.
-        is_expandable: the setting `expandable_segments`.
     """
 
     device_bytes: int | None = None
-    is_expandable: bool = False
 
 
 def round_bytes(num_bytes: int) -> int:
