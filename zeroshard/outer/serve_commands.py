@@ -6,7 +6,6 @@ works without torch.
 
 import logging
 import signal
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -66,16 +65,17 @@ def add_commands(app: "typer.Typer", show: Callable[[str], None], fail: Callable
 
 def _serve(mailbox: "Mailbox", show: Callable[[str], None]) -> None:
     """Serve until a signal asks for the end. Whatever was acknowledged is on the disk already."""
-    is_over = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: is_over.set())
+    ends = signal.SIGTERM, signal.SIGINT
+    # Waited for, not handled: a handler cannot safely set an event for which its own thread is about to wait. Threads
+    # that begin later have this mask.
+    signal.pthread_sigmask(signal.SIG_BLOCK, ends)
     handler = _Shown(show)
     logger = logging.getLogger("zeroshard.outer")
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     with mailbox:
         show(f"listening on {mailbox.address}")
-        is_over.wait()
+        signal.sigwait(ends)
     show("ended")
 
 
