@@ -14,6 +14,7 @@ import torch
 import zeroshard as zs
 from tests.contract.source import REPOSITORY
 from zeroshard.watch.cause_file import CauseFile
+from zeroshard.watch.last_words import ErrorHook
 
 SCRIPT = """
 import torch, zeroshard as zs
@@ -88,6 +89,15 @@ def test_a_forked_child_writes_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path
     hook._process = os.getppid()
     hook(ValueError, ValueError("of a child"), None)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_hook_stays_inside_that_of_a_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """An error is told to the other ranks before it is written: a later `zs.init()` changes no order."""
+    monkeypatch.setattr(sys, "excepthook", lambda *args: None)
+    CauseFile.install(str(tmp_path / "error.json"), shows_all=False, is_last=True)
+    monkeypatch.setattr(sys, "excepthook", model := ErrorHook())
+    CauseFile.install(str(tmp_path / "error.json"), shows_all=False, is_last=True)
+    assert sys.excepthook is model
 
 
 @pytest.mark.rotates

@@ -124,6 +124,7 @@ def everybody_at(place: str, mesh: Mesh, watchdog_s: float, heartbeat_s: float) 
 
     Collective: requests to the store; every rank must call.
     """
+    CauseFile.install(*read_error_file())
     with ends_by_signal():
         if mesh.world_size > 1:
             store = default_store()

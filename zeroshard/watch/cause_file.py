@@ -45,8 +45,11 @@ class CauseFile:
 
     @classmethod
     def install(cls, path: str, shows_all: bool, is_last: bool) -> None:
-        """Install the hook, once."""
-        if path and not isinstance(sys.excepthook, cls):
+        """Install the hook, once: one around the hook of a sharded model would keep errors from the other ranks."""
+        hook: object = sys.excepthook
+        while hook is not None and not isinstance(hook, cls):
+            hook = getattr(hook, "_before", None)
+        if path and hook is None:
             sys.excepthook = cls(path, shows_all=shows_all, is_last=is_last)
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
