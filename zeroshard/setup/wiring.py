@@ -216,7 +216,8 @@ class RefuseSave(Hook):
             raise RuntimeError(
                 f"{self._engine.mesh} state_dict() outside gathered() would not hold full parameters, because they are "
                 "sharded. Use `with zero.gathered():` around it, on every rank, `for _ in zero.on_first_rank():` "
-                "instead of `if rank == 0:`, or zero.save(path) for a checkpoint."
+                "instead of `if rank == 0:`, or zero.save(path) for a checkpoint; with Accelerate, save_state() of "
+                "zeroshard.integrations.accelerate.Accelerator."
             )
 
 
