@@ -1079,8 +1079,8 @@ ROOMS = (
     Bug(
         "the highest of equal blocks is taken",
         "plan/machine/memory_blocks.py",
-        "            insort(self.free, (block.size, block.address, block))",
-        "            insort(self.free, (block.size, -block.address, block))",
+        "        insort(self.free, (block.size, block.address, block))",
+        "        insort(self.free, (block.size, -block.address, block))",
         "tests/plan/test_allocator.py::test_among_equals_the_lowest_address_is_taken",
     ),
     Bug(

@@ -9,7 +9,7 @@ from unittest.mock import patch
 import pytest
 
 from zeroshard.watch import watchdog
-from zeroshard.watch.pages import _hosts_of
+from zeroshard.watch.pages import _hosts_of, words_of
 
 RANKS, PER_HOST = 1000, 8
 MOST_A_SECOND = 100.0
@@ -130,7 +130,7 @@ def test_a_check_that_is_late_leaves_the_end_of_its_rank_as_it_is() -> None:
         status.pages.write(f"end\n0 0 0 \n0.0\n{watchdog.ENDED}a step")
         status.stop.set()
         assert near.look() == ""
-        assert watchdog._words(status.pages.read(status.rank)).startswith(watchdog.ENDED)
+        assert words_of(status.pages.read(status.rank)).startswith(watchdog.ENDED)
     for near, status in zip(ranks.near, ranks.statuses, strict=True):
         status.stop.clear()  # as it was when the check began
         with patch.object(Pages, "write"):

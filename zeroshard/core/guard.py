@@ -32,9 +32,9 @@ import torch
 from zeroshard.activations.saved import BECAUSE
 from zeroshard.core.dtypes import LossScale
 from zeroshard.core.gradient import part_of
-from zeroshard.core.loose import HOT_NUMEL
 from zeroshard.core.slot import slot_of
 from zeroshard.optim.whole import whole_of
+from zeroshard.table.settings import HOT_NUMEL
 from zeroshard.torch_private import NoSubclasses, foreach_norm
 from zeroshard.watch.process import end_with, is_child_of
 from zeroshard.wire.comm import Comm

@@ -11,20 +11,17 @@ import torch
 from zeroshard.core.grads import Gradients, Places
 from zeroshard.core.states import Own, Scope, Sum
 from zeroshard.store.stores import Landing
+from zeroshard.table.settings import HOT_NUMEL
 from zeroshard.table.spec import BucketSpec
 from zeroshard.table.trace import Ledger
 
-__all__ = ["HOT_NUMEL", "LooseGradients"]
+__all__ = ["LooseGradients"]
 
 Tensor = torch.Tensor
 
 # Python looks up an enum's member at each use, which is slow in models of a thousand small parameters.
 NONE, LOCAL = Own.NONE, Own.LOCAL
 STALE, USED = Sum.STALE, Sum.USED
-
-HOT_NUMEL = 1 << 14
-"""In host memory, gradients of at least this many elements are summed on arrival, in the cache, to check that they are
-finite."""
 
 
 @final

@@ -16,10 +16,21 @@ from zeroshard.table.bytes import Owned, Updates
 from zeroshard.table.cells import Residency
 from zeroshard.table.layout import plan_layout
 from zeroshard.table.owners import newton_schulz_cost
+from zeroshard.table.settings import HOT_NUMEL
 from zeroshard.table.spec import BucketSpec, Formats, UnitSpec, itemsize
 from zeroshard.table.whole import make_updates
 
-__all__ = ["OPTIMIZERS", "PRECISIONS", "States", "Whole", "kernel_bytes_of", "own_units", "specs_of", "updates_of"]
+__all__ = [
+    "OPTIMIZERS",
+    "PRECISIONS",
+    "States",
+    "Whole",
+    "checked_bytes_of",
+    "kernel_bytes_of",
+    "own_units",
+    "specs_of",
+    "updates_of",
+]
 
 Shape = tuple[int, ...]
 _WIDE: Final = "float32"
@@ -173,3 +184,15 @@ def kernel_bytes_of(updates: Sequence[Updates], states: States) -> int:
         start, stop = bucket.layout.overlap(index, *bucket.states)
         most = max(most, (stop - start) * itemsize(bucket.formats.state))
     return states.passing * most
+
+
+def checked_bytes_of(updates: Sequence[Updates]) -> int:
+    """Return the bytes of small gradients that are copied together to check that they are finite, on a CPU."""
+    found = 0
+    buckets = {bucket.number: bucket for one in updates for bucket, _ in one.trained.parameters}
+    buckets |= {owned.bucket.number: owned.bucket for one in updates for owned in one.trained.whole}
+    for bucket in buckets.values():
+        start, stop = bucket.states
+        numels = bucket.layout.numels if bucket.lands_on_sums else [stop - start]
+        found += sum(numel for numel in numels if numel < HOT_NUMEL) * itemsize(bucket.formats.grad)
+    return found

@@ -5,6 +5,7 @@ Plans of shapes work without torch.
 """
 
 import dataclasses
+import gc
 import json
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Final
@@ -99,9 +100,13 @@ def add_commands(
                 if given:
                     option = given[0].replace("_", "-")
                     raise ValueError(f"--search tries values of --{option} itself; leave it out, or use zs.search().")
-                found = search(
-                    model, world_size=counts, device=where, offload=_places(offload), progress=tell_progress, **same
-                )
+                gc.disable()  # simulations are millions of tuples: looking for cycles takes a fifth of the time
+                try:
+                    found = search(
+                        model, world_size=counts, device=where, offload=_places(offload), progress=tell_progress, **same
+                    )
+                finally:
+                    gc.enable()
                 show(json.dumps(found.to_json()) if as_json else str(found))
                 return
             if len(counts) > 1:

@@ -24,7 +24,7 @@ from zeroshard.describe.units import UnitPlan, plan_units
 from zeroshard.parallel.chunked import Learned
 from zeroshard.parallel.cut import Cut
 from zeroshard.plan.job import Options, wire_of
-from zeroshard.plan.named import kernel_bytes_of
+from zeroshard.plan.named import checked_bytes_of, kernel_bytes_of
 from zeroshard.plan.shape.tape import Instruction
 from zeroshard.plan.step.rank_job import Job
 from zeroshard.plan.step.script import Script, mark
@@ -178,6 +178,7 @@ def trace_job(
         by_category[Category.BUFFER] + sum(local_of(p).nbytes for p in model.parameters() if id(p) in left),
         script=scripts[0] if chunks is None else None,
         update_bytes=_update_bytes(options, updates),
+        checked_bytes=checked_bytes_of(updates) if options.device.is_cpu else 0,
         host_ranks=options.node_processes,
         is_early=options.is_filed,
         no_sync=options.no_sync,

@@ -7,7 +7,11 @@ do.
 from dataclasses import dataclass
 from typing import Literal, final
 
-__all__ = ["Settings", "WIRE_BYTES"]
+__all__ = ["HOT_NUMEL", "Settings", "WIRE_BYTES"]
+
+HOT_NUMEL = 1 << 14
+"""In host memory, gradients of at least this many elements are summed on arrival, in the cache, to check that they are
+finite; those of fewer are copied together, and summed before the update."""
 
 WIRE_BYTES = 1 << 24
 """Four times the smallest size without a measurable cost over loopback; docs/benchmarks.md has the table."""

@@ -135,6 +135,7 @@ class Job:
         seconds: of one kernel; the device's own formula where not given.
         script: of a model that was traced.
         update_bytes: that the optimizer's kernels take beside its states.
+        checked_bytes: that the check of gradients takes before the update.
         account: of the updates, where it is known already.
         host_ranks: ranks of a node, which share its processors and its disk.
         is_early: whether the optimizer is one whose update on the host may go on after `step()`.
@@ -160,6 +161,7 @@ class Job:
     seconds: Callable[[Cost], float] | None = None
     script: Script | None = None
     update_bytes: int = 0
+    checked_bytes: int = 0
     account: Account | None = None
     host_ranks: int = 1
     is_early: bool = False
