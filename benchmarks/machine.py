@@ -52,7 +52,9 @@ def put_table(text: str, name: str, table: str) -> str:
     """Return a page with a table between its marks, whose blank lines stay."""
     place = re.compile(rf"(<!-- table: {name} -->\n+).*?(\n+<!-- end -->)", re.DOTALL)
     if not place.search(text):
-        raise SystemExit(f"there is no place for the table '{name}'")
+        raise SystemExit(
+            f"The page has no lines '<!-- table: {name} -->' and '<!-- end -->', between which the table goes."
+        )
     return place.sub(lambda match: f"{match[1]}{table}{match[2]}", text)
 
 

@@ -227,8 +227,8 @@ def files_of(path: Path, single: str) -> list[Path]:
         return [path / name for name in sorted(names)]
     if (path / single).exists():
         return [path / single]
-    clue = f"; {clue}" if (clue := clue_of(path)) else "" if path.exists() else "; the folder does not exist"
-    raise CheckpointError(f"{path}: holds neither {index.name}, {single} nor {METADATA}{clue}.")
+    clue = clue_of(path)
+    raise CheckpointError(f"{path}: holds neither {index.name}, {single} nor {METADATA}{clue and f'; {clue}'}.")
 
 
 def _read_index(path: Path) -> dict[str, str]:

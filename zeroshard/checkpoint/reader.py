@@ -119,10 +119,10 @@ def read_manifest(folder: Path) -> tuple[Manifest, int]:
     files.refuse_link(folder)
     path = folder / MANIFEST
     if not path.exists() and not path.is_symlink():
-        if not folder.exists():
-            why = "the folder does not exist"
+        if clue := clue_of(folder):
+            why = clue
         elif folder.is_dir():
-            why = clue_of(folder) or f"it has no {MANIFEST}, so it was never finished"
+            why = f"it has no {MANIFEST}, so it was never finished"
         else:
             why = (
                 "it is a file. One that torch.save() wrote is read by `with zero.gathered(writeback=True):` and "
@@ -136,6 +136,8 @@ def read_manifest(folder: Path) -> tuple[Manifest, int]:
 
 def clue_of(folder: Path) -> str:
     """Say what a folder without a manifest is, and what reads it, where the names in it tell; else ""."""
+    if not folder.exists():
+        return "the folder does not exist"
     if (folder / METADATA).exists():
         return (
             f"it is a folder of torch.distributed.checkpoint (it has a file {METADATA}), which `zeroshard checkpoint "

@@ -4,7 +4,7 @@ Owns which argument belongs to which key, as in `transformers/integrations/deeps
 and no Transformers.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -54,27 +54,24 @@ def filled(config: Mapping[str, Any], args: Any, world_size: int | None) -> Mapp
     """
     ranks = args.world_size if world_size is None else world_size
     batch = ranks * args.per_device_train_batch_size * args.gradient_accumulation_steps
-    known = {key: value(args) for key, value in VALUES.items()} | {"train_batch_size": batch}
-    if wrong := [*_unlike(config, known)]:
-        raise ValueError("DeepSpeed's configuration is not that of TrainingArguments:\n  " + "\n  ".join(wrong))
-    return _filled(config, known | {key: value(args) for key, value in ALONE.items()})
+    equal = {key: value(args) for key, value in VALUES.items()} | {"train_batch_size": batch}
+    known, wrong = equal | {key: value(args) for key, value in ALONE.items()}, list[str]()
 
-
-def _unlike(config: Mapping[str, Any], known: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    for name, value in config.items():
-        key = prefix + str(name)
-        if isinstance(value, Mapping):
-            yield from _unlike(value, known, f"{key}.")
-        elif value != "auto" and key in known and value != known[key]:
-            yield f"{key} is {value!r}, and the arguments say {known[key]!r}: write 'auto', or the same in both"
-
-
-def _filled(config: Mapping[str, Any], known: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    found = dict[str, Any]()
-    for name, value in config.items():
-        key = prefix + str(name)
-        if isinstance(value, Mapping):
-            found[name] = _filled(value, known, f"{key}.")
-        else:
+    def fill(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+        found = dict[str, Any]()
+        for name, value in section.items():
+            key = prefix + str(name)
+            if isinstance(value, Mapping):
+                found[name] = fill(value, f"{key}.")
+                continue
             found[name] = known[key] if value == "auto" and known.get(key) is not None else value
-    return found
+            if value != "auto" and key in equal and value != equal[key]:
+                wrong.append(
+                    f"{key} is {value!r}, and the arguments say {equal[key]!r}: write 'auto', or the same in both"
+                )
+        return found
+
+    result = fill(config)
+    if wrong:
+        raise ValueError("DeepSpeed's configuration is not that of TrainingArguments:\n  " + "\n  ".join(wrong))
+    return result

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import final
 
-from zeroshard.outer.mailbox_codec import BITS
+from zeroshard.outer.mailbox_codec import check_bits
 from zeroshard.outer.mailbox_order import check_name
 from zeroshard.outer.mailbox_wire import parse_address
 
@@ -63,8 +63,7 @@ class IslandOptions:
                 raise TypeError(f"{name} must be a whole number; got {value!r}.")
             if value < least:
                 raise ValueError(f"{name} must be at least {least}; got {value}.")
-        if isinstance(self.bits, bool) or self.bits not in BITS:
-            raise ValueError(f"bits must be one of {BITS}; got {self.bits!r}.")
+        check_bits(self.bits)
         if self.islands > 1024:
             raise ValueError(f"islands must be at most 1,024; got {self.islands:,}.")
         for name in ("patience_s", "arrive_s"):

@@ -20,7 +20,7 @@ from typing import Any, Final, final
 import numpy as np
 
 from zeroshard.outer.island_lines import Lines
-from zeroshard.outer.mailbox_codec import BITS, Form
+from zeroshard.outer.mailbox_codec import Form
 from zeroshard.outer.mailbox_order import Change, newer_than
 from zeroshard.outer.mailbox_wire import Line, MailboxError, PeerError, Refused
 
@@ -103,7 +103,7 @@ class Post:
         patience_s: float,
     ) -> None:
         self._lines = Lines(address, secret, island, rank, self._hello, self._hear)
-        self._form, self._plain = Form(about["bits"], about["dtype"]), Form(BITS[0], about["dtype"])
+        self._form = Form(about["bits"], about["dtype"])
         self._name, self._rank, self._about, self._numel = island, rank, dict(about), numel
         self._most_held, self._patience_s = held, patience_s
         self._launch = ""
@@ -165,11 +165,12 @@ class Post:
         reply = self._lines.ask(line, asked | self._about)
         versions = {str(name): int(version) for name, version in reply["versions"].items()}
         start = Start(int(reply["since"]), versions, bool(reply["founds"]), int(reply["last"]))
+        plain = self._form.plain
         if start.founds:
-            self._lines.send(line, {"do": "put anchors"}, self._plain.encode(values), self._plain.piece_bytes)
+            self._lines.send(line, {"do": "put anchors"}, plain.encode(values), plain.piece_bytes)
         else:
-            nbytes = self._plain.nbytes(self._numel)
-            values = self._plain.decode(self._lines.receive(line, {"do": "take anchors"}, nbytes), self._numel)
+            message = self._lines.receive(line, {"do": "take anchors"}, plain.nbytes(self._numel))
+            values = plain.decode(message, self._numel)
         with self._changed:
             self._outgoing, self._is_gone, self._launch, self._has_told_done = None, False, launch, False
             self._arrived.clear()
@@ -247,7 +248,8 @@ class Post:
     def change(self, version: int, name: str) -> np.ndarray:
         """Return a change of another island that has arrived, (numel,)."""
         with self._changed:
-            return self._form.decode(self._arrived[version, name], self._numel)
+            message = self._arrived[version, name]
+        return self._form.decode(message, self._numel)
 
     def take(self, taken: Mapping[str, int]) -> None:
         """Drop the changes up to these versions: they are taken in, and the mailbox is told."""

@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, final
 
-from zeroshard.outer.mailbox_codec import BITS, Form
+from zeroshard.outer.mailbox_codec import Form
 from zeroshard.outer.mailbox_files import PartReader, PartWriter, Shelf, stored_bytes
 from zeroshard.outer.mailbox_order import Change, in_order, name_order
 from zeroshard.outer.mailbox_wire import Refused
@@ -61,11 +61,6 @@ class Facts:
     def form(self) -> Form:
         """The form of changes."""
         return Form(self.bits, self.dtype)
-
-    @property
-    def plain(self) -> Form:
-        """The form of anchors."""
-        return Form(BITS[0], self.dtype)
 
     def difference(self, other: "Facts", name: str) -> str:
         """Say in which fact the island of this name differs, or nothing."""
@@ -298,7 +293,7 @@ class Book:
             if self.is_anchored or self._founder != f"{name} {launch}":
                 raise Refused("old", "the mailbox has its first anchors from another island.")
             assert self.facts is not None
-            return PartWriter(self.shelf.anchors(1, rank), self.nbytes(rank), self.facts.plain)
+            return PartWriter(self.shelf.anchors(1, rank), self.nbytes(rank), self.facts.form.plain)
 
     def commit_anchors(self, name: str, launch: str, rank: int, writer: PartWriter) -> None:
         """Put a rank's part of the first anchors in its place."""
@@ -441,7 +436,7 @@ class Book:
     def nbytes(self, rank: int) -> int:
         """Return the bytes of a rank's part of the anchors."""
         assert self.facts is not None
-        return self.facts.plain.nbytes(self._numel(rank))
+        return self.facts.form.plain.nbytes(self._numel(rank))
 
     def change_bytes(self, rank: int) -> int:
         """Return the bytes of a rank's part of a change."""
@@ -503,7 +498,7 @@ class Book:
             # They have as long to come back as silent ones.
             member.heard_s = self._clock() + self._gone_s - min(self._gone_s, _CLOSED_S)
             self.members[name] = member
-        self._anchored = self._sound(self.shelf.parts_of_anchors(self.number), self.facts.plain)
+        self._anchored = self._sound(self.shelf.parts_of_anchors(self.number), self.facts.form.plain)
         self.shelf.drop_anchors(besides=self.number)
         for version, name, parts in self.shelf.changes():
             known = self.members.get(name)

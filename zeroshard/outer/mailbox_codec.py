@@ -17,11 +17,22 @@ import numpy as np
 from zeroshard.outer.mailbox_wire import PIECE_BYTES
 from zeroshard.table.spec import BLOCK_NUMEL, SCALED_NUMEL, message_of
 
-__all__ = ["BITS", "Form"]
+__all__ = ["BITS", "Form", "check_bits"]
 
 BITS: Final = (32, 8, 4)
 """Of an element in a message; 32 stands for the element as it is."""
 _TINY: Final = np.finfo(np.float32).tiny
+
+
+def check_bits(bits: object) -> int:
+    """Return bits of an element.
+
+    Raises:
+        ValueError: they are none of `BITS`.
+    """
+    if type(bits) is not int or bits not in BITS:
+        raise ValueError(f"bits must be one of {BITS}; got {repr(bits)[:80]}.")
+    return bits
 
 
 @final
@@ -45,6 +56,11 @@ class Form:
     def is_exact(self) -> bool:
         """Whether a message has the values as they are."""
         return self.bits == BITS[0]
+
+    @property
+    def plain(self) -> "Form":
+        """The form of anchors."""
+        return Form(BITS[0], self.dtype)
 
     @property
     def piece_bytes(self) -> int:

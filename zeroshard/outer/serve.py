@@ -19,7 +19,7 @@ from types import MappingProxyType
 from typing import Any, Final, Self, final
 
 from zeroshard.outer.mailbox_book import Book, Facts, Member
-from zeroshard.outer.mailbox_codec import BITS
+from zeroshard.outer.mailbox_codec import check_bits
 from zeroshard.outer.mailbox_files import PartReader, PartWriter, Shelf
 from zeroshard.outer.mailbox_fold import fold
 from zeroshard.outer.mailbox_order import DTYPES, check_name
@@ -402,13 +402,11 @@ def _facts_of(header: Header) -> Facts:
             raise ValueError(f"the fact {key[:80]!r} is no short value")
     if header["dtype"] not in DTYPES:
         raise ValueError(f"dtype is none of {', '.join(DTYPES)}")
-    if isinstance(header["bits"], bool) or header["bits"] not in BITS:
-        raise ValueError(f"bits is none of {', '.join(map(str, BITS))}")
     staleness = None if header["staleness"] is None else _number(header, "staleness", _MOST_VERSION)
     islands, ranks = _number(header, "islands", 1024), _number(header, "ranks", _MOST_RANKS)
     if not islands or not ranks:
         raise ValueError("islands and ranks are at least 1")
-    return Facts(islands, ranks, staleness, header["bits"], header["dtype"], dict(others))
+    return Facts(islands, ranks, staleness, check_bits(header["bits"]), header["dtype"], dict(others))
 
 
 def _shut(connection: socket.socket | None) -> None:

@@ -7,10 +7,10 @@ Note: the order of trials
     Offload shortens the update at most, so the forwards and backwards of a configuration without offload are a lower
     bound of its time, as are its last backward and the update, on the host, of as much as has no room. The search tries
     configurations by this bound, fastest first, and stops when the bound is not below the time of the fastest plan so
-    far. It skips a configuration that fits without offload, and one that would
-    not fit even if everything that offload can move took no memory. For each of the others it looks for the smallest
-    offload that fits, with the choices and the binary search of `offload="auto"` (`describe/offload.py`). At stage 3 it
-    also tries all states with parameters in steps of a tenth. The fastest choice that fits is taken.
+    far. It skips a configuration that fits without offload, and one that would not fit even if everything that offload
+    can move took no memory. For each of the others it looks for the smallest offload that fits, with the choices and
+    the binary search of `offload="auto"` (`describe/offload.py`). At stage 3 it also tries all states with parameters
+    in steps of a tenth. The fastest choice that fits is taken.
 """
 
 import dataclasses
@@ -19,8 +19,7 @@ from typing import Final, NamedTuple
 
 from zeroshard.describe.offload import PARTS, choices_for, least_of
 from zeroshard.plan.job import Options, check_options, outside_bytes_of
-from zeroshard.plan.margins import margin_of
-from zeroshard.plan.result import Plan, verdict_of
+from zeroshard.plan.result import Plan, verdict_of, wide_bytes
 from zeroshard.plan.trying import Candidate, Simulated
 from zeroshard.table.stages import row_of_stage
 
@@ -106,8 +105,8 @@ def _most_tokens_per_s(one: Candidate) -> float:
 
 def _excess_bytes(one: Candidate) -> float:
     """Return the bytes that must leave the device for a configuration to fit with its margin."""
-    wide_bytes = one.peak_bytes * (1 + margin_of(one.options).nine_tenths)
-    return max(0.0, wide_bytes + outside_bytes_of(one.options) - one.options.device.memory_bytes)
+    taken_bytes = wide_bytes(one.peak_bytes, outside_bytes_of(one.options), one.options)
+    return max(0.0, taken_bytes - one.options.device.memory_bytes)
 
 
 def _alike(options: Options) -> tuple[Options, bool]:

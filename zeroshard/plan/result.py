@@ -17,7 +17,7 @@ from zeroshard.plan.margins import kind_of, margin_of
 from zeroshard.plan.numbers import bar, count, seconds
 from zeroshard.plan.step.film import COLUMNS, Event, Film, LaneSpan
 
-__all__ = ["Change", "Plan", "RankClass", "Verdict", "film_columns", "verdict_of"]
+__all__ = ["Change", "Plan", "RankClass", "Verdict", "film_columns", "verdict_of", "wide_bytes"]
 
 GIB: Final = 2**30
 
@@ -336,7 +336,12 @@ def verdict_of(reserved_bytes: int, outside_bytes: int, options: Options, host_b
     memory_bytes = options.device.memory_bytes
     if reserved_bytes + outside_bytes > memory_bytes or host_bytes > options.device.host_bytes:
         return "no"
-    return "fits" if reserved_bytes * (1 + margin_of(options).nine_tenths) + outside_bytes <= memory_bytes else "tight"
+    return "fits" if wide_bytes(reserved_bytes, outside_bytes, options) <= memory_bytes else "tight"
+
+
+def wide_bytes(reserved_bytes: int, outside_bytes: int, options: Options) -> float:
+    """Return the bytes that a rank takes with the margin for the error of 90% of plans."""
+    return reserved_bytes * (1 + margin_of(options).nine_tenths) + outside_bytes
 
 
 LEAST_BYTES: Final = 5 << 20

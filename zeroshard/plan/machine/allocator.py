@@ -157,7 +157,7 @@ class Allocator:
             return False
         rest = block.size - size
         if rest >= BLOCK_BYTES if is_small else rest > SMALL_BYTES:
-            pool.add(block.cut(size, BlockState.FREE))
+            pool.add(block.cut(size))
         block.state, block.key, block.requested = BlockState.ALLOCATED, key, num_bytes
         self._live[key] = block
         self.requested_bytes += num_bytes

@@ -41,9 +41,9 @@ class Block:
         """Whether this block is the only block of its segment."""
         return self.prev is None and self.next is None
 
-    def cut(self, size: int, state: BlockState) -> "Block":
-        """Keep `size` bytes; return the rest as a separate block outside all pools."""
-        rest = Block(self.address + size, self.size - size, self.pool, state)
+    def cut(self, size: int) -> "Block":
+        """Keep `size` bytes; return the rest as a separate free block outside all pools."""
+        rest = Block(self.address + size, self.size - size, self.pool, BlockState.FREE)
         rest.prev, rest.next = self, self.next
         if self.next is not None:
             self.next.prev = rest
