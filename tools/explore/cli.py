@@ -62,15 +62,13 @@ def _plan(given: argparse.Namespace) -> list[tuple[str, Callable[["_Told"], Coun
 
 
 def _plan_pipes(given: argparse.Namespace) -> list[tuple[str, Callable[["_Told"], Counts]]]:
-    count, jobs = given.pipes, given.jobs
+    count, jobs, share = given.pipes, given.jobs, given.share
     plan: list[tuple[str, Callable[[_Told], Counts]]] = []
     if given.exhaustive:
-        name = f"pipelines, {count} micro-batches, each departure of one rank"
-        if given.without_failures:
-            plan.append((name, lambda told: exhaust_pipes(count, jobs, told, has_failures=False)))
-        else:
-            name += ", one failure at each mark"
-            plan.append((name, lambda told: exhaust_pipes(count, jobs, told, has_failures=True)))
+        fails = not given.without_failures
+        name = f"pipelines, {count} micro-batches, each departure of one rank{', one failure at each mark' * fails}"
+        name += f", share {share[0]} of {share[1]}" * (share[1] > 1)
+        plan.append((name, lambda told: exhaust_pipes(count, jobs, told, has_failures=fails, share=share)))
     if given.each_pass:
         name = f"pipelines, {count} micro-batches, one rank in each pass"
         plan.append((name, lambda told: exhaust_pipes(count, jobs, told, has_failures=False, is_each=True)))
@@ -89,6 +87,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, default=0, help="of each program; by default of 2 to 6")
     parser.add_argument("--pipes", type=int, default=0, help="pipelines of so many micro-batches, 2 places of 2 ranks")
     parser.add_argument("--without-failures", action="store_true", help="with --pipes --exhaustive: no rank fails")
+    parser.add_argument("--share", type=_share, default=(1, 1), help="with --pipes --exhaustive: 2/5, the second fifth")
     parser.add_argument("--each-pass", action="store_true", help="with --pipes: a rank departs in each pass, or none")
     parser.add_argument("--seed", type=int, default=1, help="of the first random program; the next ones follow")
     parser.add_argument("--jobs", type=int, default=1, help="processes")
@@ -100,6 +99,13 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     if not (given.exhaustive or given.random or given.replay or (given.pipes and given.each_pass)):
         parser.error("give --exhaustive, --random or --replay, or --pipes with --each-pass")
     return given
+
+
+def _share(text: str) -> tuple[int, int]:
+    number, shares = map(int, text.split("/"))
+    if not 1 <= number <= shares:
+        raise ValueError(text)
+    return number, shares
 
 
 class _Told:

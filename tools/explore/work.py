@@ -7,6 +7,7 @@ import gc
 import hashlib
 import logging
 import multiprocessing
+import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -198,7 +199,13 @@ def _drawn(task: tuple[int, int, int]) -> Counts:
 
 
 def exhaust_pipes(
-    micro_batches: int, jobs: int, told: Callable[[Counts, str], None], *, has_failures: bool, is_each: bool = False
+    micro_batches: int,
+    jobs: int,
+    told: Callable[[Counts, str], None],
+    *,
+    has_failures: bool,
+    is_each: bool = False,
+    share: tuple[int, int] = (1, 1),
 ) -> Counts:
     """Run each departure of one rank in a pipeline, alone and with each failure of one rank in the same step.
 
@@ -206,6 +213,7 @@ def exhaust_pipes(
         has_failures: whether ranks fail, too; those of programs without a departure fail in the first two steps.
         is_each: instead, run all programs of which one rank departs in each pass of the second step, or none, without
             failures: for schedules with one chunk at each place.
+        share: `(2, 5)` for the second fifth of the programs without a failure; all shares together are all programs.
     """
     tasks: list[tuple[PipeProgram, bool]] = []
     for plain in plain_programs(micro_batches):
@@ -216,7 +224,8 @@ def exhaust_pipes(
             continue
         tasks.append((plain, has_failures))
         tasks += [(program, has_failures and not is_more) for program in with_one_departure(plain)]
-    return _spread(_pipes, tasks, 20 if is_each or not has_failures else 1, jobs, told)
+    number, shares = share
+    return _spread(_pipes, tasks[number - 1 :: shares], 20 if is_each or not has_failures else 1, jobs, told)
 
 
 def _spread(
@@ -287,7 +296,19 @@ class _Here:
 
 def _pool(jobs: int) -> Any:
     # Fresh processes: torch and fork do not go together.
-    return multiprocessing.get_context("spawn").Pool(jobs, _prepare) if jobs > 1 else _Here()
+    if jobs == 1:
+        return _Here()
+    context = multiprocessing.get_context("spawn")
+    return context.Pool(jobs, _prepare_on, (context.Value("i", 0),))
+
+
+def _prepare_on(count: Any) -> None:
+    """Stay on one core: threads that take turns lose half of their time where they change it."""
+    cores = sorted(os.sched_getaffinity(0))
+    with count.get_lock():
+        os.sched_setaffinity(0, {cores[count.value % len(cores)]})
+        count.value += 1
+    _prepare()
 
 
 def _prepare() -> None:
