@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import zeroshard as zs
+from zeroshard.parallel.cut import cut_model
 from zeroshard.plan.machine.presets import DEVICES
 from zeroshard.plan.planning import plan_shape
 from zeroshard.plan.shape.shapes import shape_of
@@ -183,3 +184,60 @@ def test_a_plan_with_a_single_place_is_the_plan_without_a_pipe() -> None:
         zs.plan("gpt2", world_size=4, stage=2, micro_batches=2, **SHORT, **more) for more in ({}, {"pipe": 1})
     )
     assert one == other
+
+
+class Wide(nn.Module):
+    """Blocks between an embedding, which takes no time, and a head, which takes much."""
+
+    def __init__(self, words: int = 20_000, width: int = 256) -> None:
+        super().__init__()
+        self.words = nn.Embedding(words, width)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, 4 * width), nn.Tanh(), nn.Linear(4 * width, width)) for _ in range(12)
+        )
+        self.head = nn.Linear(width, words)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.words(tokens)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(hidden)
+
+
+def test_a_cut_by_time_is_as_fast_as_the_fastest_of_all_cuts() -> None:
+    with torch.device("meta"):
+        model = Wide()
+    options: dict[str, Any] = {
+        "world_size": 2, "pipe": 2, "micro_batches": 4, "stage": 0, "device": "a100-40", "precision": "bf16",
+        "inputs": [torch.zeros(8, 512, dtype=torch.long, device="meta")],
+    }  # fmt: skip
+    by_time, by_bytes = zs.plan(model, cut="time", **options), zs.plan(model, **options)
+    all_s = {name: zs.plan(model, cut=[name], **options).step_s for name in (f"blocks.{n}" for n in range(4, 12))}
+    fastest_s = min(all_s.values())
+    assert by_time.step_s <= 1.02 * fastest_s < 0.98 * by_bytes.step_s
+    assert by_time.idle[0] < by_bytes.idle[0]
+    # The names are those that zs.pipeline takes.
+    assert cut_model(model, by_time.cut, 2).starts == by_time.cut
+    assert by_bytes.cut == cut_model(model, None, 2).starts
+
+
+def test_a_shape_is_cut_by_time_where_that_fits() -> None:
+    options: dict[str, Any] = {"world_size": 4, "pipe": 4, "micro_batches": 8, "stage": 0, **SHORT}
+    wide = dataclasses.replace(LARGE, layers=12, vocabulary=100_000, is_tied=False)
+    by_time, by_bytes = (zs.plan(wide, cut=cut, **options) for cut in ("time", None))
+    assert by_time.step_s < by_bytes.step_s
+    assert by_time.total_bytes > by_bytes.total_bytes
+    room = int(1.12 * (by_bytes.total_bytes + by_time.total_bytes) / 2)  # with the margin of plans of this kind
+    tight = dataclasses.replace(DEVICES["a100-40"], name="small", memory_bytes=room)
+    small = zs.plan(wide, cut="time", **options | {"device": tight})
+    assert small.verdict == "fits"
+    assert small.total_bytes < by_time.total_bytes
+
+
+def test_a_cut_that_is_no_cut_is_refused() -> None:
+    with pytest.raises(ValueError, match="cut= takes names of modules, or 'time', of a pipe; got 'bytes'"):
+        zs.plan(SHAPE, world_size=2, pipe=2, micro_batches=2, cut="bytes", **SHORT)
+    with pytest.raises(ValueError, match="got 'time' and pipe=1"):
+        zs.plan(SHAPE, world_size=2, cut="time", **SHORT)
+    with pytest.raises(TypeError, match="cut: of modules only"):
+        zs.plan(SHAPE, world_size=2, pipe=2, micro_batches=2, cut=["model.layers.4"], **SHORT)

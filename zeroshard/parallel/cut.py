@@ -11,7 +11,7 @@ Note: parts
 """
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, final
 
@@ -24,7 +24,7 @@ from zeroshard.describe.ignored import ignored_of
 from zeroshard.describe.units import choose_units
 from zeroshard.table.pipeline import balanced
 
-__all__ = ["Cut", "cut_model", "is_here", "registered", "remove_others", "stand_in_on"]
+__all__ = ["Cut", "cut_model", "is_here", "own_bytes", "registered", "remove_others", "stand_in_on"]
 
 
 @final
@@ -90,21 +90,22 @@ class Cut:
         return chunks
 
 
-def cut_model(model: nn.Module, cut: Sequence[str] | None, count: int) -> Cut:
+def cut_model(model: nn.Module, cut: Sequence[str] | None, count: int, costs: Mapping[str, int] | None = None) -> Cut:
     """Return the chunks of a model.
 
     Args:
         cut: the names of the modules at which the chunks after the first begin; None to divide the blocks of the model
-            so that the largest chunk has as few bytes of parameters as possible: those of the plan for pipelines that
-            models of Transformers have, or those of `find_blocks`.
+            so that the largest chunk costs as little as possible: those of the plan for pipelines that models of
+            Transformers have, or those of `find_blocks`.
         count: the number of chunks.
+        costs: of each module without its children, by name; by default the bytes of its own parameters.
 
     Raises:
         ValueError: a name is not that of a module, or a chunk would have no parameters.
     """
     named = dict(model.named_modules())
     places = {module: number for number, module in enumerate(named.values())}
-    names = _balanced(model, named, count) if cut is None else tuple(cut)
+    names = _balanced(model, named, count, costs or own_bytes(model)) if cut is None else tuple(cut)
     if len(names) != count - 1:
         raise ValueError(
             f"cut={list(names)} makes {len(names) + 1} chunks, but the pipe has {count}: name the module at which each "
@@ -171,8 +172,16 @@ def _refuse_shared(model: nn.Module, cut: Cut) -> None:
             raise ValueError(f"Module '{name}' is also '{cut.parts[module][0]}': a pipe needs one name for a module.")
 
 
-def _balanced(model: nn.Module, named: dict[str, nn.Module], count: int) -> tuple[str, ...]:
-    """Return the blocks at which chunks begin, so that the largest chunk has as few bytes as possible."""
+def own_bytes(model: nn.Module) -> dict[str, int]:
+    """Return the bytes of the parameters of each module without its children, by name."""
+    return {
+        name: sum(p.nbytes for p in module._parameters.values() if p is not None)
+        for name, module in model.named_modules()
+    }
+
+
+def _balanced(model: nn.Module, named: dict[str, nn.Module], count: int, costs: Mapping[str, int]) -> tuple[str, ...]:
+    """Return the blocks at which chunks begin, so that the largest chunk costs as little as possible."""
     if count == 1:
         return ()
     chosen = _planned_blocks(model, named) or find_blocks(model)[0]
@@ -187,8 +196,8 @@ def _balanced(model: nn.Module, named: dict[str, nn.Module], count: int) -> tupl
     order = [*named]
     starts = [order.index(name) for name in blocks]
     sizes = [0] * (len(blocks) + 1)
-    for number, module in enumerate(named.values()):
-        sizes[bisect_right(starts, number)] += sum(p.nbytes for p in module._parameters.values() if p is not None)
+    for number, name in enumerate(named):
+        sizes[bisect_right(starts, number)] += costs.get(name, 0)
     # The part before the first block stays with it.
     weights = [sizes[0] + sizes[1], *sizes[2:]]
     return tuple(blocks[first] for first in balanced(weights, count)[1:])

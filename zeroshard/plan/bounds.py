@@ -29,7 +29,6 @@ from zeroshard.plan.job import (
 )
 from zeroshard.plan.machine.hardware import Cost, Device, Span
 from zeroshard.plan.named import OPTIMIZERS, updates_of
-from zeroshard.plan.places import layers_of
 from zeroshard.plan.result import verdict_of
 from zeroshard.plan.shape.shapes import Transformer
 from zeroshard.plan.shape.tape import Instruction
@@ -86,7 +85,7 @@ def bound_of(shape: Transformer, options: Options) -> Candidate:
     """Return the least that a simulation of a configuration finds, as a candidate."""
     device = device_of(options.device, options.system)
     states, works = _states(shape, options, device), _works(shape, options, device)
-    placed = layers_of(shape, options.training.all_chunks, options.system.cut)
+    placed = options.layers_of(shape)
     places = [
         [(n, states[kind], works[kind.partition(" ")[0]]) for kind, n in _kinds(shape, layers) if n]
         for layers in placed

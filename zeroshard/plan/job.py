@@ -39,7 +39,6 @@ from zeroshard.table.wires import SHOWN_NUMEL, HostWire, Messages, Native, Silen
 __all__ = [
     "Options",
     "Treatment",
-    "activations_of_shape",
     "check_options",
     "job_of_shape",
     "load_of",
@@ -99,6 +98,8 @@ class Options:
         elementwise: of `optimizers`, as in `zs.Settings`.
         pipe: number of places of a pipe; the others are the options of one place, but for `world_size`.
         schedule, chunks, recompute: of the pipe; the number of chunks at each place; whether chunks run again.
+        block_s, bytes_part: of a pipe that is cut by time: seconds of each block of a shape, with embedding and head;
+            how much bytes count, as in `mixed`. None: the cut of `system`.
     """
 
     world_size: int
@@ -129,6 +130,8 @@ class Options:
     schedule: str = "1f1b"
     chunks: int = 1
     recompute: bool = False
+    block_s: tuple[float, ...] = ()
+    bytes_part: float | None = None
 
     def __post_init__(self) -> None:
         # Caches are keyed by these numbers, and a numpy integer equals a Python integer.
@@ -146,6 +149,10 @@ class Options:
     def training(self) -> Schedule:
         """The schedule of a step, of one place without a pipe; raises as `training_of`."""
         return training_of(self.schedule, self.pipe, self.micro_batches, self.chunks, recompute=self.recompute)
+
+    def layers_of(self, model: Transformer) -> Sequence[range]:
+        """Return the layers of each chunk, as `layers_of`."""
+        return layers_of(model, self.training.all_chunks, self.system.cut, self.block_s, self.bytes_part or 0.0)
 
     @property
     def place_ranks(self) -> int:
@@ -307,7 +314,7 @@ def job_of_shape(
     formats, device, system = options.formats, device_of(options.device, options.system), options.system
     row = dataclasses.replace(options.placed_row, activations=Activations())
     schedule = options.training
-    layers = layers_of(model, schedule.all_chunks, system.cut)
+    layers = options.layers_of(model)
     own = tuple(layer for chunk in schedule.chunks_of(place) for layer in layers[chunk])
     sharding = (model, own, options.tensor, row, formats, options.shard_ranks, options.replicas, rank)
     specs = specs_of_layers(*sharding)
@@ -391,16 +398,6 @@ def made_of(
     return found
 
 
-def activations_of_shape(model: Transformer, options: Options) -> tuple[float, int, float]:
-    """Return (bytes that a block keeps per token, number of blocks, bytes that the other modules keep per token)."""
-    load = load_of(options)
-    treatment = treatment_of(options.row.activations.chain, options)
-    block = parts_of(model, load, "block", treatment, None).saved_bytes
-    head = parts_of(model, load, "head", Treatment(), None)
-    rest = parts_of(model, load, "embedding", Treatment(), None).saved_bytes + head.saved_bytes + head.forward_bytes
-    return block / load.tokens, model.layers, rest / load.tokens
-
-
 def load_of(options: Options) -> Workload:
     """Return a micro-batch of one rank."""
     return Workload(
@@ -420,7 +417,7 @@ def check_shape(model: Transformer, options: Options) -> None:
         ValueError: the tensor ranks do not divide heads or widths, the sequence exceeds learned positions, or a
             schedule of the pipe is not supported.
     """
-    layers_of(model, options.training.all_chunks, options.system.cut)
+    options.layers_of(model)
     if options.sequence > model.sequence and model.block == "gpt2":
         raise ValueError(f"{model.name} learned {model.sequence:,} positions; got sequence={options.sequence:,}.")
     for name in ("heads", "kv_heads", "inner"):

@@ -6,10 +6,10 @@ film of its own (`step/piped.py`), and schedules are those of `table/pipeline.py
 
 import dataclasses
 from collections.abc import Iterator, Sequence
+from functools import cache
 from statistics import median
 
-from zeroshard.plan.job import Options, job_of_shape
-from zeroshard.plan.places import layers_of
+from zeroshard.plan.job import Options, Treatment, job_of_shape, load_of, parts_of, treatment_of
 from zeroshard.plan.result import Plan
 from zeroshard.plan.shape.shapes import Transformer
 from zeroshard.plan.step.film import Film, LaneSpan
@@ -17,7 +17,24 @@ from zeroshard.plan.step.rank_job import Job
 from zeroshard.plan.step.simulate import make_film
 from zeroshard.table.pipeline import RECEIVES, Kind, Schedule, Spans, play
 
-__all__ = ["jobs_of_places", "joined", "quick_film", "timed"]
+__all__ = ["block_seconds", "jobs_of_places", "joined", "quick_film", "timed"]
+
+
+def block_seconds(shape: Transformer, options: Options) -> tuple[float, ...]:
+    """Return the seconds of the kernels of each block, the first with the embedding, the last with the head."""
+    load, treatment = load_of(options), treatment_of(options.row.activations.chain, options)
+
+    @cache
+    def took_s(kind: str) -> float:
+        parts = parts_of(shape, load, kind, treatment if kind in ("block", "dense") else Treatment(), None)
+        costs = [one.cost for one in (*parts.forward, *parts.backward) if one.cost is not None]
+        return sum(options.device.kernel_s(one, options.formats.param) for one in costs)
+
+    kinds = ["dense" if shape.experts and not shape.has_experts(layer) else "block" for layer in range(shape.layers)]
+    found = [took_s(kind) for kind in kinds]
+    found[0] += took_s("embedding")
+    found[-1] += took_s("head")
+    return tuple(found)
 
 
 def jobs_of_places(shape: Transformer, options: Options) -> list[Job]:
@@ -62,10 +79,7 @@ def quick_film(shape: Transformer, options: Options) -> tuple[Job, Film, float, 
     is_short = options.schedule == "1f1b" or options.micro_batches % options.pipe == 0
     if options.schedule in ("1f1b", "interleaved") and is_short:
         options = dataclasses.replace(options, micro_batches=min(options.micro_batches, most))
-    layers, kinds = (
-        layers_of(shape, schedule.all_chunks, options.system.cut),
-        dict[tuple[object, ...], tuple[Job, Film]](),
-    )
+    layers, kinds = options.layers_of(shape), dict[tuple[object, ...], tuple[Job, Film]]()
     places = list[tuple[Job, Film]]()
     for place in range(options.pipe):
         own = [layers[chunk] for chunk in schedule.chunks_of(place)]
@@ -106,7 +120,7 @@ def _played(schedule: Schedule, places: Sequence[tuple[Job, Film]], options: Opt
     return spans, max(one[-1][-1] + tail for one, tail in zip(spans, tails, strict=True))
 
 
-def joined(plans: Sequence[Plan]) -> Plan:
+def joined(plans: Sequence[Plan], cut: Sequence[str]) -> Plan:
     """Return the plans of all places as one, with the film of the fullest place."""
     fullest = max(plans, key=lambda one: one.reserved_bytes)
     ranks = [
@@ -130,6 +144,7 @@ def joined(plans: Sequence[Plan]) -> Plan:
         host_bytes=max(one.host_bytes for one in plans),
         file_bytes=max(one.file_bytes for one in plans),
         idle=tuple(idle),
+        cut=tuple(cut),
         later_s=max(one.step_s for one in plans) - fullest.step_s,
     )
 

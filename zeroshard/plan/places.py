@@ -10,24 +10,40 @@ from itertools import pairwise
 from zeroshard.plan.shape.shapes import Transformer
 from zeroshard.table.pipeline import balanced
 
-__all__ = ["layers_of"]
+__all__ = ["layers_of", "mixed"]
+
+
+def mixed(times: Sequence[float], sizes: Sequence[int], part: float) -> list[int]:
+    """Return what blocks cost, in billionths of the whole: their part of the time, and of all bytes.
+
+    Args:
+        part: how much bytes count, from 0 to 1.
+    """
+    whole_s, whole_bytes = sum(times) or 1, sum(sizes) or 1
+    return [
+        round(1e9 * ((1 - part) * took_s / whole_s + part * nbytes / whole_bytes))
+        for took_s, nbytes in zip(times, sizes, strict=True)
+    ]
 
 
 @lru_cache(256)
-def layers_of(model: Transformer, count: int, cut: str = "bytes") -> Sequence[range]:
+def layers_of(
+    model: Transformer, count: int, cut: str = "bytes", seconds: tuple[float, ...] = (), part: float = 0.0
+) -> Sequence[range]:
     """Return what each chunk of a pipe has: -1 is the embedding, the numbers from 0 layers, their count the head.
 
     Args:
         cut: as in `System`; "bytes" is that of `zs.pipeline`.
+        seconds, part: instead, divide what these seconds of each block, with embedding and head, and bytes cost.
 
     Raises:
         ValueError: there are fewer layers than chunks.
     """
-    if cut == "compute":
+    if cut == "compute" and not seconds:
         return _by_compute(model, count)
     if model.layers < count:
         raise ValueError(f"{model.name} has {model.layers} blocks, too few for a pipe of {count} chunks.")
-    if cut == "even":
+    if cut == "even" and not seconds:
         return [
             range(*pair)
             for pair in pairwise([-1, *(-(-n * model.layers // count) for n in range(1, count)), model.layers + 1])
@@ -35,6 +51,8 @@ def layers_of(model: Transformer, count: int, cut: str = "bytes") -> Sequence[ra
     sizes = [sum(numel for _, numel in model.block_parameters(layer)) for layer in range(model.layers)]
     for place in (0, -1):  # the embedding, and the head, which counts also where it is tied
         sizes[place] += model.vocabulary * model.hidden
+    if seconds:
+        sizes = mixed(seconds, sizes, part)
     return [range(*pair) for pair in pairwise([-1, *balanced(sizes, count)[1:], model.layers + 1])]
 
 

@@ -25,7 +25,7 @@ __all__ = ["add_commands"]
 Print = Callable[[str], None]
 TRIED: Final = (
     *("batch", "stage", "residency", "activations", "mesh", "tensor", "micro_batches", "no_sync"),
-    *("pipe", "schedule", "chunks", "reduce", "recompute"),
+    *("pipe", "schedule", "chunks", "reduce", "recompute", "cut"),
 )
 """Arguments of `zs.plan` that are options of the same name, and of which a search tries values."""
 
@@ -74,6 +74,7 @@ def add_commands(
         chunks: Annotated[int | None, typer.Option(help="At each place, for interleaved.")] = None,
         reduce: Annotated[str, typer.Option(help="Of the pipe: auto, last or each.")] = "auto",
         recompute: Annotated[bool, typer.Option("--recompute", help="Of the pipe: chunks run again.")] = False,
+        cut: Annotated[str | None, typer.Option(help="Of the pipe: time, to divide blocks by their time.")] = None,
         optimizer: Annotated[str, typer.Option(help="adamw, adamw8bit, muon, lion, ...")] = "adamw",
         micro_batches: Annotated[int, typer.Option(help="Of a step.")] = 1,
         batch_tokens: Annotated[int | None, typer.Option(help="Of a step, instead of --micro-batches.")] = None,

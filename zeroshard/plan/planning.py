@@ -19,14 +19,14 @@ from zeroshard.describe.rows import StageLike
 from zeroshard.describe.treatments import ActivationsLike
 from zeroshard.plan import sums
 from zeroshard.plan.given import inputs_of, module_of
-from zeroshard.plan.job import Options, activations_of_shape, check_options, job_of_shape, outside_bytes_of
+from zeroshard.plan.job import Options, check_options, job_of_shape, outside_bytes_of
 from zeroshard.plan.machine.allocator import Action, Rules, simulate
 from zeroshard.plan.machine.allocator import Event as Call
 from zeroshard.plan.machine.hardware import Device
 from zeroshard.plan.machine.presets import device_named
 from zeroshard.plan.machine.retries import NO_RETRIES, Retries, play_steps
-from zeroshard.plan.named import OPTIMIZERS, PRECISIONS
-from zeroshard.plan.pipes import jobs_of_places, joined, timed
+from zeroshard.plan.named import OPTIMIZERS, PRECISIONS, own_units
+from zeroshard.plan.pipes import block_seconds, jobs_of_places, joined, timed
 from zeroshard.plan.result import Plan, RankClass
 from zeroshard.plan.shape.shapes import Transformer, shape_of
 from zeroshard.plan.step.film import Film, calls_of
@@ -46,6 +46,8 @@ __all__ = ["make_plan", "optimizers_named", "plan_shape"]
 
 LISTED: Final = 12
 """Entries of a live set that a plan keeps."""
+PARTS: Final = (0.0, 0.5, 1.0)
+"""How much bytes count, of the cuts that are planned for a pipe that is cut by time."""
 SETTLED: Final = 4
 """Steps after the first one until the layout of a full device repeats; the second one changes it most."""
 
@@ -86,7 +88,7 @@ def make_plan(
     chunks: int | None = None,
     reduce: str = "auto",
     recompute: bool = False,
-    cut: Sequence[str] | None = None,
+    cut: Sequence[str] | str | None = None,
     outer: Any = None,
     system: str | System = ZEROSHARD,
 ) -> Plan:
@@ -140,7 +142,8 @@ def make_plan(
         pipe: number of places of a pipe; also given by a mesh with an axis "pipe". `micro_batches` is then that of
             `zs.pipeline`, and a plan has classes of ranks by place.
         schedule, chunks, reduce, recompute: as in `zs.pipeline`.
-        cut: for modules, as in `zs.pipeline`.
+        cut: for modules, as in `zs.pipeline`; or "time": of the cuts that balance time, bytes, or half of each, the
+            fastest that fits; `Plan.cut` has the names.
         outer: as in `zs.shard`: the replicas of `mesh` are islands. The plan is of steps between exchanges; see
             `Plan.outer` for these.
         system: the program that trains: a name in `zeroshard.plan.systems.SYSTEMS`, such as "fsdp2" or "deepspeed-3",
@@ -225,28 +228,44 @@ def make_plan(
     check_options(options)
     if batch_tokens is not None:
         options = dataclasses.replace(options, micro_batches=sums.micro_batches_of(batch_tokens, options))
+    if isinstance(cut, str) and (cut != "time" or places == 1):
+        raise ValueError(f"cut= takes names of modules, or 'time', of a pipe; got {cut!r} and pipe={places}.")
     given = {"inputs": inputs, "loss": loss, "units": units, "reads": reads, "parallelize": parallelize}
-    given |= {"ignored": ignored or None, "cut": cut}
+    given |= {"ignored": ignored or None, "cut": None if cut == "time" else cut}
     if shape is None and sequence_parallel:
         raise ValueError("sequence_parallel=True is for shapes: modules have SequenceParallel() in parallelize=.")
     if shape is not None and (others := [name for name, value in given.items() if value is not None]):
         raise TypeError(f"{', '.join(others)}: of modules only; {shape.name} is a shape.")
 
+    parts: Sequence[float | None] = (None,)
+    if isinstance(cut, str):
+        parts = PARTS
+        if shape is not None:
+            options = dataclasses.replace(options, block_s=block_seconds(shape, options))
+
     def planned(one: Options) -> Plan:
         if shape is not None:
             return plan_shape(shape, one)
-        return plan_module(model, one, inputs, loss, units, reads, parallelize, ignored, cut)
+        names = None if isinstance(cut, str) else cut
+        return plan_module(model, one, inputs, loss, units, reads, parallelize, ignored, names)
 
     @functools.cache
     def plan(row: Residency, offload: Offload | None) -> Plan:
-        found = planned(one := dataclasses.replace(options, row=row, offload=offload))
+        one = dataclasses.replace(options, row=row, offload=offload)
+        tried = [dataclasses.replace(one, bytes_part=part) for part in parts]
+        found = min(map(planned, tried), key=_rank_of)
         if found.verdict == "fits" or places == 1 or reduce != "auto":
             return found
-        return min(found, planned(dataclasses.replace(one, no_sync=False)), key=lambda one: one.total_bytes)
+        return min((found, *(planned(dataclasses.replace(one, no_sync=False)) for one in tried)), key=_rank_of)
 
     found = plan(*choose(resolved, lambda *one: plan(*one).verdict == "fits", shares_memory=preset.is_cpu)[:2])
     changes = None if shape is None else functools.partial(changes_of, shape, whole=plan_shape)
     return dataclasses.replace(found, find_changes=changes)
+
+
+def _rank_of(plan: Plan) -> tuple[bool, float]:
+    """Return a number that is lower for better plans: of those that fit the fastest, else that with the least bytes."""
+    return plan.verdict != "fits", plan.step_s if plan.verdict == "fits" else plan.total_bytes
 
 
 def _precision_of(asked: Any, shape: Transformer | None) -> tuple[str, Any, Formats | None]:
@@ -313,10 +332,9 @@ def plan_module(
             optimizer cannot be sharded.
     """
     from zeroshard.optim.admission import check_optimizers  # torch is needed for modules only
-    from zeroshard.plan.traced import Traced, learn_chunks, trace_job
+    from zeroshard.plan.traced import trace_places
 
     given = inputs if inputs is not None else inputs_of(model, options.batch, options.sequence)
-    personality = "cpu" if options.device.is_cpu else "cuda"
     homes = {id(parameter): name for name, parameter in model.named_parameters()}
     check_optimizers(homes, options.optimizers, options.elementwise, is_cut=options.row.is_cut)
     if parallelize is not None and (options.chosen is not None or ignored):
@@ -324,29 +342,23 @@ def plan_module(
             "parallelize= with ignored=, or with a precision that is no name: plan() splits a copy of the module, so "
             "name neither parameters nor modules. Give plan() a module that has been parallelized."
         )
-    traced = list[Traced]()
     with ExitStack() as stack:
         if parallelize is not None:
             from zeroshard.plan.trace.splitting import split
 
             model, units = split(model, options.tensor, parallelize, units, stack)
-        trace = functools.partial(
-            trace_job, model, options, given, loss, personality=personality, reads=reads, homes=homes
+        traced, starts = trace_places(
+            model,
+            options,
+            given,
+            loss,
+            cut,
+            units=units,
+            personality="cpu" if options.device.is_cpu else "cuda",
+            reads=reads,
+            homes=homes,
+            ignored=ignored,
         )
-        if options.pipe == 1:
-            traced.append(trace(units=units, ignored=ignored))
-        else:
-            from zeroshard.parallel.cut import cut_model
-            from zeroshard.plan.trace.chunks import Chunks, at_place
-
-            schedule = options.training
-            found = cut_model(model, cut, schedule.all_chunks)
-            learned = learn_chunks(model, found, schedule, options, given, loss, personality, reads)
-            for place in range(options.pipe):
-                own = schedule.chunks_of(place)
-                with at_place(model, found, own, units, ignored) as (removed, own_units, own_ignored):
-                    chunks = Chunks(found, schedule, place, own, removed, learned)
-                    traced.append(trace(units=own_units, ignored=own_ignored, chunks=chunks))
     if inputs is not None:
         options = dataclasses.replace(options, batch=traced[0].tokens, sequence=1)
     numel = traced[0].parameters_numel if options.pipe == 1 else sum(one.numel() for one in model.parameters())
@@ -365,20 +377,23 @@ def plan_module(
         )
         for one, job in zip(traced, jobs, strict=True)
     ]
-    return joined(plans) if options.pipe > 1 else plans[0]
+    return joined(plans, starts) if options.pipe > 1 else plans[0]
 
 
 def plan_shape(shape: Transformer, options: Options) -> Plan:
     """Return the plan of a shape."""
     jobs = jobs_of_places(shape, options) if options.pipe > 1 else [job_of_shape(shape, options)]
     plans = [plan_place(shape, options, job, place) for place, job in enumerate(jobs)]
-    return joined(plans) if options.pipe > 1 else plans[0]
+    if options.pipe == 1:
+        return plans[0]
+    blocks = [*(name for name in own_units(shape) if name.rpartition(".")[2].isdecimal()), "lm_head"]
+    return joined(plans, [blocks[layers[0]] for layers in options.layers_of(shape)[1:]])
 
 
 def plan_place(shape: Transformer, options: Options, job: Job, place: int) -> Plan:
     """Return the plan of a place of a pipe, from its job; without a pipe there is one place."""
     flops = sums.flops_of(shape, options) * options.tokens_per_step
-    numels, kept = (shape.numel(), shape.used_numel()), activations_of_shape(shape, options)
+    numels, kept = (shape.numel(), shape.used_numel()), sums.activations_of_shape(shape, options)
     others = _other_ranks(shape, options, job, place)
     return _plan(shape.name, numels, options, job, flops, kept, others, sums.notes_of(shape, options))
 

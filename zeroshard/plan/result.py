@@ -87,6 +87,7 @@ class Plan:
         moved: what offload moves, in whole buckets: "40.0% of states".
         shown: index of the class of ranks that `film`, `first` and `live` are of.
         idle: by place of a pipe, the part of the time until the last backward in which it waits for other places.
+        cut: of a pipe, the modules at which the chunks after the first begin, for `zs.pipeline(cut=)`.
         later_s: of a pipe, seconds for which the place of `film` waits for the updates of others.
         compute_dtype: dtype of most operations, whose peak `mfu` counts.
         outer: the exchanges of islands, whose average wait is a part of `step_s`.
@@ -124,6 +125,7 @@ class Plan:
     moved: str = ""
     shown: int = 0
     idle: Sequence[float] = ()
+    cut: Sequence[str] = ()
     later_s: float = 0.0
     compute_dtype: str = "bfloat16"
     outer: Foreseen = WITHOUT
@@ -258,6 +260,7 @@ class Plan:
                 "tokens_per_s": self.tokens_per_s,
                 "mfu": self.mfu,
                 "idle": list(self.idle),
+                "cut": list(self.cut),
                 "gpu_hours_per_1e9_tokens": self.gpu_hours(1e9),
             },
             "changes": [_plain(one) for one in self.changes],
@@ -407,6 +410,7 @@ def _places(plan: Plan) -> list[str]:
     peaks = [max(one.peak_bytes for one in plan.ranks[n * each : (n + 1) * each]) for n in range(len(plan.idle))]
     return [
         "peak by place, GiB  " + ", ".join(f"{nbytes / GIB:.2f}" for nbytes in peaks),
+        "chunks begin at     " + ", ".join(plan.cut),
         "idle by place       " + ", ".join(f"{part:.1%}" for part in plan.idle),
     ]
 

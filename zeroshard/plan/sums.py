@@ -8,7 +8,7 @@ from collections import Counter
 from typing import Final
 
 from zeroshard.describe.axes import check_count
-from zeroshard.plan.job import Options, treatment_of
+from zeroshard.plan.job import Options, Treatment, load_of, parts_of, treatment_of
 from zeroshard.plan.shape.shapes import Transformer
 from zeroshard.plan.step.film import Film
 from zeroshard.plan.step.rank_job import Job
@@ -16,6 +16,7 @@ from zeroshard.table.activations import Compressed, Offloaded, Partitioned
 from zeroshard.table.spec import itemsize
 
 __all__ = [
+    "activations_of_shape",
     "compute_dtype_of",
     "element_bytes_of",
     "flops_of",
@@ -34,6 +35,16 @@ def flops_of(shape: Transformer, options: Options) -> float:
     width = shape.heads * (sum(shape.latent[2:]) / 2 if shape.latent else shape.head_width)
     embedding = 0 if shape.is_tied else shape.vocabulary * shape.hidden
     return 6.0 * (shape.used_numel() - embedding) + 6.0 * shape.layers * width * options.sequence
+
+
+def activations_of_shape(model: Transformer, options: Options) -> tuple[float, int, float]:
+    """Return (bytes that a block keeps per token, number of blocks, bytes that the other modules keep per token)."""
+    load = load_of(options)
+    treatment = treatment_of(options.row.activations.chain, options)
+    block = parts_of(model, load, "block", treatment, None).saved_bytes
+    head = parts_of(model, load, "head", Treatment(), None)
+    rest = parts_of(model, load, "embedding", Treatment(), None).saved_bytes + head.saved_bytes + head.forward_bytes
+    return block / load.tokens, model.layers, rest / load.tokens
 
 
 def compute_dtype_of(job: Job) -> str:

@@ -6,6 +6,7 @@ and `describe/specs.py` first.
 
 import dataclasses
 import functools
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -22,14 +23,15 @@ from zeroshard.describe.specs import describe_units
 from zeroshard.describe.split import local_numel
 from zeroshard.describe.units import UnitPlan, plan_units
 from zeroshard.parallel.chunked import Learned
-from zeroshard.parallel.cut import Cut
+from zeroshard.parallel.cut import Cut, cut_model, own_bytes
 from zeroshard.plan.job import Options, wire_of
 from zeroshard.plan.named import checked_bytes_of, kernel_bytes_of
+from zeroshard.plan.places import mixed
 from zeroshard.plan.shape.tape import Instruction
 from zeroshard.plan.step.rank_job import Job
 from zeroshard.plan.step.script import Script, mark
 from zeroshard.plan.step.turns import shown_ranks
-from zeroshard.plan.trace.chunks import Chunks
+from zeroshard.plan.trace.chunks import Chunks, at_place
 from zeroshard.plan.trace.events import Category, Landed, Marked, Phase, Trace, unit_of
 from zeroshard.plan.trace.fake import on_meta
 from zeroshard.plan.trace.splitting import check_split
@@ -46,7 +48,7 @@ from zeroshard.table.whole import owned_bytes
 from zeroshard.torch_private import local_of
 from zeroshard.tree import find, map_floating
 
-__all__ = ["Traced", "learn_chunks", "trace_job"]
+__all__ = ["Traced", "trace_job", "trace_places"]
 
 BOUNDED: Final = (
     "Compression of a ReLU's results, and of factors with one value besides zero, depends on values: these tensors "
@@ -203,28 +205,73 @@ def trace_job(
     )
 
 
-def learn_chunks(
+def trace_places(
     model: nn.Module,
-    cut: Cut,
+    options: Options,
+    inputs: Sequence[Any] | Mapping[str, Any],
+    loss: Callable[[Any], Tensor] | None,
+    cut: Sequence[str] | None,
+    *,
+    units: Sequence[object] | None,
+    personality: str,
+    reads: Callable[[Tensor], bool | int | float] | None,
+    homes: Mapping[int, str],
+    ignored: Sequence[object],
+) -> tuple[list[Traced], Sequence[str]]:
+    """Trace a step of each place of a pipe, or of a model without one, as `trace_job`; return the cut, too."""
+    trace = functools.partial(
+        trace_job, model, options, inputs, loss, personality=personality, reads=reads, homes=homes
+    )
+    if options.pipe == 1:
+        return [trace(units=units, ignored=ignored)], ()
+    schedule, traced = options.training, list[Traced]()
+    found = cut_model(model, cut, schedule.all_chunks)
+    learn = functools.partial(_learn, model, schedule, options, inputs, loss, personality=personality, reads=reads)
+    learned, took_s = learn(found)
+    if options.bytes_part is not None:
+        nbytes = own_bytes(model)
+        costs = mixed([took_s[name] for name in nbytes], [*nbytes.values()], options.bytes_part)
+        found = cut_model(model, None, schedule.all_chunks, dict(zip(nbytes, costs, strict=True)))
+        learned, _ = learn(found)
+    for place in range(options.pipe):
+        own = schedule.chunks_of(place)
+        with at_place(model, found, own, units, ignored) as (removed, own_units, own_ignored):
+            chunks = Chunks(found, schedule, place, own, removed, learned)
+            traced.append(trace(units=own_units, ignored=own_ignored, chunks=chunks))
+    return traced, found.starts
+
+
+def _learn(
+    model: nn.Module,
     schedule: Schedule,
     options: Options,
     inputs: Sequence[Any] | Mapping[str, Any],
     loss: Callable[[Any], Tensor] | None,
+    cut: Cut,
+    *,
     personality: str,
     reads: Callable[[Tensor], bool | int | float] | None,
-) -> list[Learned]:
-    """Return what crosses the borders of each chunk of a model, from a trace of one after the other."""
+) -> tuple[list[Learned], Mapping[str, float]]:
+    """Return what crosses the borders of each chunk of a model, from a trace of one after the other.
+
+    Also returns the seconds of the kernels of each module without its children, by name.
+    """
     precision = options.chosen or _precision(options.formats)
     copied, twins = _copy(model, formats_of_model(model, precision), precision)
-    learned, everything = list[Learned](), [*range(cut.count)]
+    learned, everything, took_s = list[Learned](), [*range(cut.count)], defaultdict[str, float](float)
+    last = [name for name, _ in model.named_modules()][-1]
     chunks = Chunks(cut, schedule, 0, everything, {}, learned)
     chunked = chunks.of_copy(twins, copied)
     for chunk in everything:
         chunked.own = [chunk]
         step = chunks.step(chunked, chunk, [], *_ends(model, precision, loss))
         given = [inputs if isinstance(inputs, Mapping) else tuple(inputs), *chunks.borders(chunk)]
-        trace_step(step, copied, given, personality=personality, reads=reads, takes_gradients=True)
-    return learned
+        trace = trace_step(step, copied, given, personality=personality, reads=reads, takes_gradients=True)
+        ends = {"": last} if chunk == cut.count - 1 else {}  # what no module computes is, above all, the loss
+        for order, cost in trace.kernels:
+            name = trace.events[min(order, len(trace.events) - 1)].module
+            took_s[ends.get(name, name)] += options.device.kernel_s(cost, options.formats.param)
+    return learned, took_s
 
 
 def _copy(
