@@ -39,11 +39,17 @@ def batch(step: int, data: int) -> tuple[torch.Tensor, torch.Tensor]:
     )
 
 
-def train(places: int, data: int, cases: list[Case]) -> list[dict[str, Any]]:
+OPTIMIZERS = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, eps=1e-6),
+}
+
+
+def train(places: int, data: int, kind: str, cases: list[Case]) -> list[dict[str, Any]]:
     mesh, found = init_device_mesh("cpu", (places, data), mesh_dim_names=("pipe", "shard")), []
     for schedule, stage, shared, reduce in cases:
         model = whole_model()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        optimizer = OPTIMIZERS[kind](model.parameters())
         settings = zs.Settings(watchdog_s=WATCHDOG_S, shared_memory=shared)
         pipe = zs.pipeline(
             model,
@@ -68,14 +74,14 @@ def train(places: int, data: int, cases: list[Case]) -> list[dict[str, Any]]:
     return found
 
 
-def plain(data: int, each: bool) -> dict[str, Any]:
+def plain(data: int, kind: str, each: bool) -> dict[str, Any]:
     """Train the whole model in this process.
 
     Args:
         each: whether each backward's gradients are summed over ranks, or the sum of all micro-batches.
     """
     model = whole_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer = OPTIMIZERS[kind](model.parameters())
     losses = []
     for step in range(STEPS):
         rows, summed = [], dict[str, torch.Tensor]()
@@ -122,12 +128,15 @@ def cases_of(some: list[Case]) -> list[Case]:
     return CASES if is_whole() else third(some)
 
 
-@pytest.mark.parametrize(("places", "data"), [(2, 1), (4, 1), (2, 2)])
-def test_a_pipeline_has_the_bits_of_a_plain_loop(places: int, data: int) -> None:
+@pytest.mark.parametrize(
+    ("places", "data", "kind"),
+    [(2, 1, "sgd"), (4, 1, "sgd"), (2, 2, "sgd"), (2, 2, "adamw"), (4, 1, "adamw"), (4, 2, "adamw")],
+)
+def test_a_pipeline_has_the_bits_of_a_plain_loop(places: int, data: int, kind: str) -> None:
     cases = cases_of(SOME if data > 1 else [case for case in SOME if case[1] in (0, 3)])
-    expected = {reduce: plain(data, reduce == "each") for reduce in ("last", "each")}
+    expected = {reduce: plain(data, kind, reduce == "each") for reduce in ("last", "each")}
     names = set[str]()
-    for found in run_ranks(train, places * data, places, data, cases, timeout_s=TIMEOUT_S):
+    for found in run_ranks(train, places * data, places, data, kind, cases, timeout_s=TIMEOUT_S):
         for case, actual in zip(cases, found, strict=True):
             oracle = expected[case[3]]
             assert actual["losses"] == pytest.approx(oracle["losses"], rel=1e-6), case

@@ -11,7 +11,7 @@ from typing import Any
 from benchmarks.machine import circumstances, write_result
 
 from .exhaustive import Size
-from .pipe_program import PipeProgram, draw_pipe
+from .pipe_program import SCHEDULES, PipeProgram, draw_pipe
 from .program import TRANSPORTS, Program, draw
 from .work import Counts, exhaust, exhaust_pipes, pipes_randomly, randomly, read, replayed, shrink
 
@@ -67,8 +67,10 @@ def _plan_pipes(given: argparse.Namespace) -> list[tuple[str, Callable[["_Told"]
     if given.exhaustive:
         fails = not given.without_failures
         name = f"pipelines, {count} micro-batches, each departure of one rank{', one failure at each mark' * fails}"
+        name += f", {', '.join(given.schedules)}" * (given.schedules != list(SCHEDULES))
         name += f", share {share[0]} of {share[1]}" * (share[1] > 1)
-        plan.append((name, lambda told: exhaust_pipes(count, jobs, told, has_failures=fails, share=share)))
+        options = {"has_failures": fails, "schedules": given.schedules, "share": share}
+        plan.append((name, lambda told: exhaust_pipes(count, jobs, told, **options)))
     if given.each_pass:
         name = f"pipelines, {count} micro-batches, one rank in each pass"
         plan.append((name, lambda told: exhaust_pipes(count, jobs, told, has_failures=False, is_each=True)))
@@ -87,6 +89,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, default=0, help="of each program; by default of 2 to 6")
     parser.add_argument("--pipes", type=int, default=0, help="pipelines of so many micro-batches, 2 places of 2 ranks")
     parser.add_argument("--without-failures", action="store_true", help="with --pipes --exhaustive: no rank fails")
+    parser.add_argument(
+        "--schedules", nargs="+", choices=SCHEDULES, default=list(SCHEDULES), help="with --pipes --exhaustive: of these"
+    )
     parser.add_argument("--share", type=_share, default=(1, 1), help="with --pipes --exhaustive: 2/5, the second fifth")
     parser.add_argument("--each-pass", action="store_true", help="with --pipes: a rank departs in each pass, or none")
     parser.add_argument("--seed", type=int, default=1, help="of the first random program; the next ones follow")

@@ -18,7 +18,7 @@ import random
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import cached_property, lru_cache, partial
 from itertools import combinations
 from multiprocessing import get_context
@@ -29,9 +29,8 @@ from typing import Any, Final, final
 
 from zeroshard.evidence.rows import NotPlannedError, Run, run_of
 from zeroshard.evidence.sources import Source
-from zeroshard.plan.job import job_of_shape
 from zeroshard.plan.margins import kind_of
-from zeroshard.plan.planning import plan_place
+from zeroshard.plan.planning import plan_alone
 from zeroshard.plan.result import Plan
 from zeroshard.plan.trying import candidate_of
 from zeroshard.table.stages import name_of_row
@@ -269,11 +268,8 @@ _MEMORY: Final = MappingProxyType(
 
 @lru_cache(maxsize=NEIGHBOURS)
 def place_of(run: Run, place: int) -> Plan:
-    """Return the plan of a place of the pipe. A place has no more micro-batches in flight than there are places."""
-    options = run.options
-    if options.pipe > 1 and options.schedule == "1f1b":
-        options = replace(options, micro_batches=min(options.micro_batches, options.pipe + 1))
-    return plan_place(run.shape, options, job_of_shape(run.shape, options, place=place), place)
+    """Return the plan of a place of the pipe."""
+    return plan_alone(run.shape, run.options, place)
 
 
 def _bytes(run: Run, kind: str) -> float:

@@ -23,7 +23,7 @@ from zeroshard.plan.job import Options, check_options, job_of_shape, outside_byt
 from zeroshard.plan.machine.allocator import Action, Rules, simulate
 from zeroshard.plan.machine.allocator import Event as Call
 from zeroshard.plan.machine.hardware import Device
-from zeroshard.plan.machine.presets import device_named
+from zeroshard.plan.machine.profiles import device_for
 from zeroshard.plan.machine.retries import NO_RETRIES, Retries, play_steps
 from zeroshard.plan.named import OPTIMIZERS, PRECISIONS, own_units
 from zeroshard.plan.pipes import block_seconds, jobs_of_places, joined, timed
@@ -42,7 +42,7 @@ from zeroshard.table.settings import WIRE_BYTES
 from zeroshard.table.spec import Formats
 from zeroshard.table.whole import owned_bytes
 
-__all__ = ["make_plan", "optimizers_named", "plan_shape"]
+__all__ = ["make_plan", "optimizers_named", "plan_alone", "plan_shape"]
 
 LISTED: Final = 12
 """Entries of a live set that a plan keeps."""
@@ -103,8 +103,8 @@ def make_plan(
             inputs), a `Transformer`, a configuration object of Transformers, or any `nn.Module`, which may be on the
             meta device and is not changed.
         world_size: number of ranks.
-        device: the name of a preset (`zeroshard.plan.machine.hardware.DEVICES`), or a `Device`, such as the profile of
-            `zeroshard doctor`.
+        device: the name of a preset (`zeroshard.plan.machine.presets.DEVICES`), "this" or the file of a profile, as
+            `zeroshard doctor` writes it, or a `Device`.
         batch: sequences per micro-batch and rank.
         seq: tokens per sequence; by default the maximum of the model, but at most 4,096.
         stage, residency, activations, offload, parameters: as in `zs.shard`. Stage "auto" is the lowest stage whose
@@ -165,7 +165,7 @@ def make_plan(
     assert plan.verdict == "fits"
     ```
     """
-    preset, system = device_named(device), system_named(system)
+    preset, system = device_for(device), system_named(system)
     mesh, islands = (mesh, 1) if outer is None else outer.apart(mesh, check_count("world_size", world_size))
     sharing = Asked(
         stage=system.stage if stage is None and residency is None else stage,
@@ -388,6 +388,13 @@ def plan_shape(shape: Transformer, options: Options) -> Plan:
         return plans[0]
     blocks = [*(name for name in own_units(shape) if name.rpartition(".")[2].isdecimal()), "lm_head"]
     return joined(plans, [blocks[layers[0]] for layers in options.layers_of(shape)[1:]])
+
+
+def plan_alone(shape: Transformer, options: Options, place: int) -> Plan:
+    """Return the plan of one place of a pipe, whose memory is that of the run: with as few micro-batches as fill it."""
+    if options.pipe > 1 and options.schedule == "1f1b":
+        options = dataclasses.replace(options, micro_batches=min(options.micro_batches, options.pipe + 1))
+    return plan_place(shape, options, job_of_shape(shape, options, place=place), place)
 
 
 def plan_place(shape: Transformer, options: Options, job: Job, place: int) -> Plan:

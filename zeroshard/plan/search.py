@@ -23,11 +23,11 @@ from zeroshard.describe.offload import Offload
 from zeroshard.plan.bounds import bound_of
 from zeroshard.plan.job import Options, check_options, check_shape
 from zeroshard.plan.machine.hardware import Device
-from zeroshard.plan.machine.presets import device_named
+from zeroshard.plan.machine.profiles import device_for
 from zeroshard.plan.named import PRECISIONS
 from zeroshard.plan.numbers import aligned, thinned
 from zeroshard.plan.offloading import choose_offload
-from zeroshard.plan.planning import optimizers_named, plan_shape
+from zeroshard.plan.planning import optimizers_named, plan_alone, plan_shape
 from zeroshard.plan.result import Plan
 from zeroshard.plan.shape.shapes import Transformer, shape_of
 from zeroshard.plan.sums import micro_batches_of
@@ -138,7 +138,7 @@ def search(
     assert found.best[8].verdict == "fits"
     ```
     """
-    shape, preset = shape_of(model), device_named(device)
+    shape, preset = shape_of(model), device_for(device)
     places = _places_of(offload, preset)
     asked_sizes = list(world_size) if isinstance(world_size, Iterable) else [world_size]
     if not asked_sizes:
@@ -183,12 +183,17 @@ def search(
         if not bounds:
             raise
     plan = lru_cache(maxsize=None)(partial(plan_shape, shape))
+    alone_at = lru_cache(maxsize=None)(partial(plan_alone, shape))
+
+    def fullest(one: Candidate) -> Plan:
+        return plan(one.options) if one.options.pipe == 1 else alone_at(one.options, one.place)
+
     for one in frontier_of(simulated.known.values()):
-        simulated.known[one.options] = _settled(one, plan(one.options))
+        simulated.known[one.options] = _settled(one, fullest(one))
     best, reasons, tried = dict[int, Plan | None](), dict[int, str](), 0
     for ranks in sizes:
         some = [one for one in bounds if one.options.world_size == ranks]
-        best[ranks] = _best(plan, some, simulated)
+        best[ranks] = _best(plan, fullest, some, simulated)
         alone = [one for one in some if one.options.pipe == 1]
         chosen = choose_offload(alone, best[ranks], places, simulated, plan)
         tried += chosen.tried
@@ -281,10 +286,19 @@ def _speed(one: Candidate) -> float:
     return one.tokens_per_s / one.options.world_size
 
 
-def _best(whole: Callable[[Options], Plan], bounds: Sequence[Candidate], simulated: Simulated) -> Plan | None:
-    """Return the plan of the fastest configuration that fits when it is planned wholly."""
+def _best(
+    whole: Callable[[Options], Plan],
+    fullest: Callable[[Candidate], Plan],
+    bounds: Sequence[Candidate],
+    simulated: Simulated,
+) -> Plan | None:
+    """Return the plan of the fastest configuration that fits when it is planned wholly.
+
+    Args:
+        fullest: plans the fullest place of a pipe alone.
+    """
     order = simulated.fastest_first(bounds, lambda one: one.tokens_per_s, lambda one: one.verdict != "no")
-    plans = (whole(one.options) for one in order)
+    plans = (whole(one.options) for one in order if fullest(one).verdict == "fits")
     return next((plan for plan in plans if plan.verdict == "fits"), None)
 
 

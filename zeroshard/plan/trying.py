@@ -42,6 +42,7 @@ class Candidate:
         passes_s: seconds of the step without its update.
         backward_s: of the last backward.
         host_s: of an update of all of that state on the host.
+        place: of a pipe, the fullest one.
     """
 
     options: Options
@@ -53,6 +54,7 @@ class Candidate:
     passes_s: float = 0.0
     backward_s: float = 0.0
     host_s: float = 0.0
+    place: int = 0
 
     @property
     def total_bytes(self) -> int:
@@ -130,7 +132,7 @@ def candidate_of(shape: Transformer, options: Options) -> Candidate:
     host_s = options.device.host_s(sum(job.sums.moved_bytes), options.node_processes)
     return Candidate(
         options, film.peak[0], step_s, verdict, movable_bytes=movable_bytes, passes_s=passes_s, backward_s=backward_s,
-        host_s=host_s,
+        host_s=host_s, place=job.pipe.place if job.pipe is not None else 0,
     )  # fmt: skip
 
 

@@ -102,4 +102,7 @@ def device_named(device: "str | Device") -> Device:
         return DEVICES[found]
     near = difflib.get_close_matches(found, [*DEVICES, *USUAL], n=3, cutoff=0.5)
     hint = f" Nearest: {', '.join(near)}." if near else ""
-    raise ValueError(f"device must be one of {', '.join(DEVICES)}, or a Device; got {device!r}.{hint}")
+    raise ValueError(
+        f"device must be one of {', '.join(DEVICES)}, 'this' or the file of a profile (zeroshard doctor), or a Device; "
+        f"got {device!r}.{hint}"
+    )

@@ -27,8 +27,10 @@ def profile_path() -> Path:
     return Path.home() / ".cache" / "zeroshard" / "device.json"
 
 
-def device_for(name: str) -> Device:
+def device_for(name: str | Device) -> Device:
     """Return the device of a name: a preset, the file of a profile, or "this" for the profile of this machine.
+
+    A device is returned as it is.
 
     Raises:
         ValueError: no preset has this name, or the file is not a profile.
@@ -40,8 +42,12 @@ def device_for(name: str) -> Device:
     ```
     """
     if name == "this":
+        if not profile_path().exists():
+            raise ValueError(
+                f"device='this': {profile_path()} does not exist; run `zeroshard doctor`, which writes it."
+            )
         return read_profile(profile_path())
-    return read_profile(Path(name)) if Path(name).is_file() else device_named(name)
+    return read_profile(Path(name)) if isinstance(name, str) and Path(name).is_file() else device_named(name)
 
 
 def host_device() -> Device:
