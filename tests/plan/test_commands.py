@@ -47,7 +47,7 @@ def test_a_plan_as_json_is_a_page(
 def test_a_search_is_printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(monkeypatch, "plan", "gpt2", "--ranks", "1,2", "--device", "a100-40", "--search") == 0
     printed = capsys.readouterr().out
-    assert "configurations; the frontier of memory and speed:" in printed
+    assert "simulated); the frontier of memory and speed:" in printed
     assert "1 ranks:" in printed
     assert "2 ranks:" in printed
 

@@ -25,8 +25,6 @@ from zeroshard.table.stages import row_of_stage
 
 __all__ = ["Chosen", "choose_offload", "may_fit"]
 
-MARGINS: Final = (0, 2, 5, 10, 20, 200)
-"""Numbers of choices by which an offload grows until its full plan fits: full plans also count reserved memory."""
 LEAST_PART: Final = 0.9
 """Of what an update on the device reads and writes, that on the host does at least, which rounds no parameters."""
 TENTH: Final = PARTS // 10
@@ -149,36 +147,32 @@ def _least(
         check_options(with_offload(len(choices)))
     except ValueError:  # the optimizer does not support states in files
         return None
-    known = {0: start}
+    most = len(choices) - 1
+    known = {0: start, most: simulate(with_offload(most))}
+
+    def room_in(place: int) -> bool:
+        known[place] = known.get(place) or simulate(with_offload(place))
+        return not _excess_bytes(known[place])
 
     def fits(place: int) -> bool:
-        known[place] = known.get(place) or simulate(with_offload(place))
-        return known[place].verdict == "fits"
+        plan = whole(with_offload(place))
+        return wide_bytes(plan.reserved_bytes, plan.outside_bytes, plan.asked) <= plan.asked.device.memory_bytes
 
-    least_of(range(min(PARTS + 1, len(choices))), fits)
+    least, is_found = least_of(range(most + 1), room_in)
+    # Where the host has no room for the least offload, it has none for more.
+    if not is_found or known[least].verdict != "fits" or not fits(most):
+        return None
+    least, _ = least_of(range(least, most + 1), fits)
     # More parameters may be faster, because the host then updates them where they are stored. A hundredth of the
     # parameters may be less than the first slice, so these steps are tenths.
-    for place in range(PARTS + TENTH, len(choices), TENTH):
-        fits(place)
+    places = [least, *(place for place in range(PARTS + TENTH, len(choices), TENTH) if place > least)]
     found: tuple[Candidate, Plan] | None = None
-    for place in sorted(filter(fits, [*known]), key=lambda place: -known[place].tokens_per_s):
-        plan = _least_plan(lambda at: whole(with_offload(at)), place) if known[place].tokens_per_s > fastest else None
-        if plan is not None and plan.tokens_per_s > fastest:
+    for place in filter(room_in, places):
+        if known[place].tokens_per_s <= fastest:
+            continue
+        plan = whole(with_offload(place))
+        if plan.verdict == "fits" and plan.tokens_per_s > fastest:
             one = dataclasses.replace(known[place], options=plan.asked, peak_bytes=plan.peak_bytes)
             one = dataclasses.replace(one, step_s=plan.step_s, verdict="fits", reserved_bytes=plan.reserved_bytes)
             found, fastest = (one, plan), plan.tokens_per_s
     return found
-
-
-def _least_plan(whole: Callable[[int], Plan], place: int) -> Plan | None:
-    """Return the full plan that fits with the smallest offload from `place` on; None if none fits."""
-    plans = dict[int, Plan]()
-
-    def fits(at: int) -> bool:
-        plans[at] = plans.get(at) or whole(at)
-        return plans[at].verdict == "fits"
-
-    for before, margin in zip((-1, *MARGINS), MARGINS, strict=False):
-        if fits(place + margin):
-            return plans[least_of(range(place + before + 1, place + margin + 1), fits)[0]]
-    return None
