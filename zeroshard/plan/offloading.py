@@ -170,8 +170,7 @@ def _least(
     for place in filter(room_in, places):
         if known[place].tokens_per_s <= fastest:
             continue
-        plan = whole(with_offload(place))
-        if plan.verdict == "fits" and plan.tokens_per_s > fastest:
+        if (plan := whole(with_offload(place))).verdict == "fits" and plan.tokens_per_s > fastest:
             one = dataclasses.replace(known[place], options=plan.asked, peak_bytes=plan.peak_bytes)
             one = dataclasses.replace(one, step_s=plan.step_s, verdict="fits", reserved_bytes=plan.reserved_bytes)
             found, fastest = (one, plan), plan.tokens_per_s

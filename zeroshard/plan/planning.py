@@ -46,7 +46,7 @@ __all__ = ["make_plan", "optimizers_named", "plan_alone", "plan_shape"]
 
 LISTED: Final = 12
 """Entries of a live set that a plan keeps."""
-PARTS: Final = (0.0, 0.5, 1.0)
+PARTS: Final[Sequence[float | None]] = (0.0, 0.5, 1.0)
 """How much bytes count, of the cuts that are planned for a pipe that is cut by time."""
 SETTLED: Final = 4
 """Steps after the first one until the layout of a full device repeats; the second one changes it most."""
@@ -231,28 +231,25 @@ def make_plan(
     if isinstance(cut, str) and (cut != "time" or places == 1):
         raise ValueError(f"cut= takes names of modules, or 'time', of a pipe; got {cut!r} and pipe={places}.")
     given = {"inputs": inputs, "loss": loss, "units": units, "reads": reads, "parallelize": parallelize}
-    given |= {"ignored": ignored or None, "cut": None if cut == "time" else cut}
+    names = None if cut == "time" else cut
+    given |= {"ignored": ignored or None, "cut": names}
     if shape is None and sequence_parallel:
         raise ValueError("sequence_parallel=True is for shapes: modules have SequenceParallel() in parallelize=.")
     if shape is not None and (others := [name for name, value in given.items() if value is not None]):
         raise TypeError(f"{', '.join(others)}: of modules only; {shape.name} is a shape.")
 
-    parts: Sequence[float | None] = (None,)
-    if isinstance(cut, str):
-        parts = PARTS
-        if shape is not None:
-            options = dataclasses.replace(options, block_s=block_seconds(shape, options))
+    parts = PARTS if cut == "time" else (None,)
+    if shape is not None and cut == "time":
+        options = dataclasses.replace(options, block_s=block_seconds(shape, options))
 
     def planned(one: Options) -> Plan:
         if shape is not None:
             return plan_shape(shape, one)
-        names = None if isinstance(cut, str) else cut
         return plan_module(model, one, inputs, loss, units, reads, parallelize, ignored, names)
 
     @functools.cache
     def plan(row: Residency, offload: Offload | None) -> Plan:
-        one = dataclasses.replace(options, row=row, offload=offload)
-        tried = [dataclasses.replace(one, bytes_part=part) for part in parts]
+        tried = [dataclasses.replace(options, row=row, offload=offload, bytes_part=part) for part in parts]
         found = min(map(planned, tried), key=_rank_of)
         if found.verdict == "fits" or places == 1 or reduce != "auto":
             return found
@@ -347,18 +344,12 @@ def plan_module(
             from zeroshard.plan.trace.splitting import split
 
             model, units = split(model, options.tensor, parallelize, units, stack)
-        traced, starts = trace_places(
-            model,
-            options,
-            given,
-            loss,
-            cut,
-            units=units,
-            personality="cpu" if options.device.is_cpu else "cuda",
-            reads=reads,
-            homes=homes,
-            ignored=ignored,
-        )
+        same: dict[str, Any] = {
+            "personality": "cpu" if options.device.is_cpu else "cuda",
+            "reads": reads,
+            "homes": homes,
+        }
+        traced, starts = trace_places(model, options, given, loss, cut, units, ignored, **same)
     if inputs is not None:
         options = dataclasses.replace(options, batch=traced[0].tokens, sequence=1)
     numel = traced[0].parameters_numel if options.pipe == 1 else sum(one.numel() for one in model.parameters())

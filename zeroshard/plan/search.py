@@ -183,13 +183,13 @@ def search(
         if not bounds:
             raise
     plan = lru_cache(maxsize=None)(partial(plan_shape, shape))
-    alone_at = lru_cache(maxsize=None)(partial(plan_alone, shape))
 
     def fullest(one: Candidate) -> Plan:
-        return plan(one.options) if one.options.pipe == 1 else alone_at(one.options, one.place)
+        return plan(one.options) if one.options.pipe == 1 else plan_alone(shape, one.options, one.place)
 
-    for one in frontier_of(simulated.known.values()):
-        simulated.known[one.options] = _settled(one, fullest(one))
+    for one in frontier_of((known := simulated.known).values()):
+        whole = fullest(one)
+        known[one.options] = dataclasses.replace(one, verdict=whole.verdict, reserved_bytes=whole.reserved_bytes)
     best, reasons, tried = dict[int, Plan | None](), dict[int, str](), 0
     for ranks in sizes:
         some = [one for one in bounds if one.options.world_size == ranks]
@@ -223,11 +223,6 @@ def _places_of(asked: Sequence[str], device: Device) -> list[str]:
     if isinstance(asked, str):
         raise TypeError(f'search(offload=) takes a list of places, such as ["host", "/scratch"]; got {asked!r}.')
     return [str(Offload(to=place).to) for place in asked if not device.is_cpu]
-
-
-def _settled(one: Candidate, plan: Plan) -> Candidate:
-    """Return a candidate with the memory of its full plan."""
-    return dataclasses.replace(one, verdict=plan.verdict, reserved_bytes=plan.reserved_bytes)
 
 
 def _plain(one: Candidate) -> dict[str, Any]:

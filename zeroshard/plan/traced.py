@@ -211,22 +211,17 @@ def trace_places(
     inputs: Sequence[Any] | Mapping[str, Any],
     loss: Callable[[Any], Tensor] | None,
     cut: Sequence[str] | None,
-    *,
     units: Sequence[object] | None,
-    personality: str,
-    reads: Callable[[Tensor], bool | int | float] | None,
-    homes: Mapping[int, str],
     ignored: Sequence[object],
+    **same: Any,
 ) -> tuple[list[Traced], Sequence[str]]:
     """Trace a step of each place of a pipe, or of a model without one, as `trace_job`; return the cut, too."""
-    trace = functools.partial(
-        trace_job, model, options, inputs, loss, personality=personality, reads=reads, homes=homes
-    )
+    trace = functools.partial(trace_job, model, options, inputs, loss, **same)
     if options.pipe == 1:
         return [trace(units=units, ignored=ignored)], ()
     schedule, traced = options.training, list[Traced]()
     found = cut_model(model, cut, schedule.all_chunks)
-    learn = functools.partial(_learn, model, schedule, options, inputs, loss, personality=personality, reads=reads)
+    learn = functools.partial(_learn, model, schedule, options, inputs, loss, same["personality"], same["reads"])
     learned, took_s = learn(found)
     if options.bytes_part is not None:
         nbytes = own_bytes(model)
@@ -247,10 +242,9 @@ def _learn(
     options: Options,
     inputs: Sequence[Any] | Mapping[str, Any],
     loss: Callable[[Any], Tensor] | None,
-    cut: Cut,
-    *,
     personality: str,
     reads: Callable[[Tensor], bool | int | float] | None,
+    cut: Cut,
 ) -> tuple[list[Learned], Mapping[str, float]]:
     """Return what crosses the borders of each chunk of a model, from a trace of one after the other.
 
