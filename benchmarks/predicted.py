@@ -473,7 +473,7 @@ def pipe_matrix() -> Iterator[Case]:
     yield replace(case, pipe=4, precision="bf16")
     yield replace(case, stage=3, reduce="each")
     yield replace(case, stage=3, shared_memory=True)
-    yield replace(case, stage=0, replicas=2)
+    yield replace(case, ranks=8, stage=0, replicas=2)
 
 
 OTHERS = (

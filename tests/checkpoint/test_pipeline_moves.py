@@ -102,13 +102,14 @@ def move(folder: str, pairs: list[tuple[Layout, Layout]]) -> list[tuple[Any, ...
 
 
 @pytest.mark.rotates
+@pytest.mark.timeout(21 * TIMEOUT_S)
 def test_any_layout_loads_any_other(tmp_path: Any) -> None:
     draw, pairs = random.Random(29), []
     for number in range(MOVES if is_whole() else SOME):
         kind = sorted(OPTIMIZERS)[number % 2]
         first, second = (draw.choice(LAYOUTS) for _ in range(2))
         pairs.append(((*first, kind), (*(first if number % 5 == 0 else second), kind)))
-    by_rank = run_ranks(move, WORLD, str(tmp_path), pairs, timeout_s=4 * TIMEOUT_S)
+    by_rank = run_ranks(move, WORLD, str(tmp_path), pairs, timeout_s=20 * TIMEOUT_S)
     for number, pair in enumerate(pairs):
         before, after = ({k: v for found in by_rank for k, v in found[number][at].items()} for at in (0, 1))
         assert before.keys() == after.keys(), pair

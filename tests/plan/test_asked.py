@@ -288,8 +288,8 @@ def test_a_damaged_plan_is_named(entry: str, tmp_path: Path) -> None:
     [
         (["--ranks", "x"], "--ranks takes numbers"),
         (["--ranks", "2,,4", "--search"], "--ranks takes numbers"),
-        (["--search", "--batch", "4"], "--search tries values of --batch itself"),
-        (["--search", "--stage", "0"], "--search tries values of --stage itself"),
+        (["--search", "--batch", "4"], "--search has its own values of --batch"),
+        (["--search", "--stage", "0"], "--search has its own values of --stage"),
     ],
 )
 def test_the_command_says_what_it_does_not_take(asked: list[str], said: str) -> None:

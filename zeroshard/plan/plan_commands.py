@@ -100,7 +100,7 @@ def add_commands(
                 given = [name for name, one in sources.items() if one is not None and one.name != "DEFAULT"]
                 if given:
                     option = given[0].replace("_", "-")
-                    raise ValueError(f"--search tries values of --{option} itself; leave it out, or use zs.search().")
+                    raise ValueError(f"--search has its own values of --{option}; leave it out, or use zs.search().")
                 gc.disable()  # simulations are millions of tuples: looking for cycles takes a fifth of the time
                 try:
                     found = search(
