@@ -132,8 +132,8 @@ def _passes_s(places: Sequence[Units], options: Options) -> tuple[float, float]:
 
 def _kinds(shape: Transformer, layers: Sequence[int]) -> Iterable[tuple[str, int]]:
     """Return how many units of each kind some layers have, in order of use; "head again" is the embedding."""
-    blocks = [shape.experts == 0 or shape.has_experts(layer) for layer in layers if 0 <= layer < shape.layers]
-    kinds = {"embedding": -1 in layers, "dense": blocks.count(False), "block": blocks.count(True)}
+    blocks = [shape.kind_of(layer) for layer in layers if 0 <= layer < shape.layers]
+    kinds = {"embedding": -1 in layers, "dense": blocks.count("dense"), "block": blocks.count("block")}
     head = "head again" if shape.is_tied and -1 in layers else "head"
     return [*kinds.items(), (head, shape.layers in layers)]
 

@@ -441,7 +441,7 @@ def _uses(model: Transformer, specs: Sequence[UnitSpec], layers: Collection[int]
     for layer in layers:
         if not 0 <= layer < model.layers:
             continue
-        yield blocks[layer], "dense" if model.experts and not model.has_experts(layer) else "block"
+        yield blocks[layer], model.kind_of(layer)
     head = by_name.get("lm_head", embedding)
     if model.layers in layers and head is not None:
         yield head, "head"

@@ -141,14 +141,14 @@ def _least(
     choices = [one and dataclasses.replace(one, to=to) for one in choices_for(start.options.row)]
 
     def with_offload(place: int) -> Options:
-        return dataclasses.replace(start.options, offload=choices[min(place, len(choices) - 1)])
+        return dataclasses.replace(start.options, offload=choices[place])
 
+    most = len(choices) - 1
     try:
-        check_options(with_offload(len(choices)))
+        check_options(with_offload(most))
     except ValueError:  # the optimizer does not support states in files
         return None
-    most = len(choices) - 1
-    known = {0: start, most: simulate(with_offload(most))}
+    known = {0: start}
 
     def room_in(place: int) -> bool:
         known[place] = known.get(place) or simulate(with_offload(place))

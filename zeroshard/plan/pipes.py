@@ -30,8 +30,7 @@ def block_seconds(shape: Transformer, options: Options) -> tuple[float, ...]:
         costs = [one.cost for one in (*parts.forward, *parts.backward) if one.cost is not None]
         return sum(options.device.kernel_s(one, options.formats.param) for one in costs)
 
-    are_dense = [shape.experts > 0 and not shape.has_experts(layer) for layer in range(shape.layers)]
-    found = [took_s("dense" if is_dense else "block") for is_dense in are_dense]
+    found = [took_s(shape.kind_of(layer)) for layer in range(shape.layers)]
     found[0] += took_s("embedding")
     found[-1] += took_s("head")
     return tuple(found)

@@ -373,10 +373,9 @@ def plan_module(
 
 def plan_shape(shape: Transformer, options: Options) -> Plan:
     """Return the plan of a shape."""
-    jobs = jobs_of_places(shape, options) if options.pipe > 1 else [job_of_shape(shape, options)]
-    plans = [plan_place(shape, options, job, place) for place, job in enumerate(jobs)]
     if options.pipe == 1:
-        return plans[0]
+        return plan_alone(shape, options, 0)
+    plans = [plan_place(shape, options, job, place) for place, job in enumerate(jobs_of_places(shape, options))]
     blocks = [*(name for name in own_units(shape) if name.rpartition(".")[2].isdecimal()), "lm_head"]
     return joined(plans, [blocks[layers[0]] for layers in options.layers_of(shape)[1:]])
 

@@ -226,8 +226,9 @@ def trace_places(
     if options.bytes_part is not None:
         nbytes = own_bytes(model)
         costs = mixed([took_s[name] for name in nbytes], [*nbytes.values()], options.bytes_part)
-        found = cut_model(model, None, schedule.all_chunks, dict(zip(nbytes, costs, strict=True)))
-        learned, _ = learn(found)
+        again = cut_model(model, None, schedule.all_chunks, dict(zip(nbytes, costs, strict=True)))
+        if again.starts != found.starts:
+            found, (learned, _) = again, learn(again)
     for place in range(options.pipe):
         own = schedule.chunks_of(place)
         with at_place(model, found, own, units, ignored) as (removed, own_units, own_ignored):
@@ -253,7 +254,6 @@ def _learn(
     precision = options.chosen or _precision(options.formats)
     copied, twins = _copy(model, formats_of_model(model, precision), precision)
     learned, everything, took_s = list[Learned](), [*range(cut.count)], defaultdict[str, float](float)
-    last = [name for name, _ in model.named_modules()][-1]
     chunks = Chunks(cut, schedule, 0, everything, {}, learned)
     chunked = chunks.of_copy(twins, copied)
     for chunk in everything:
@@ -261,7 +261,8 @@ def _learn(
         step = chunks.step(chunked, chunk, [], *_ends(model, precision, loss))
         given = [inputs if isinstance(inputs, Mapping) else tuple(inputs), *chunks.borders(chunk)]
         trace = trace_step(step, copied, given, personality=personality, reads=reads, takes_gradients=True)
-        ends = {"": last} if chunk == cut.count - 1 else {}  # what no module computes is, above all, the loss
+        # What no module computes is, above all, the loss: it counts with the last module.
+        ends = {"": [*dict(model.named_modules())][-1]} if chunk == cut.count - 1 else {}
         for order, cost in trace.kernels:
             name = trace.events[min(order, len(trace.events) - 1)].module
             took_s[ends.get(name, name)] += options.device.kernel_s(cost, options.formats.param)

@@ -137,6 +137,10 @@ class Transformer:
         unused = sum(self.has_experts(layer) for layer in range(self.layers)) * (self.experts - self.experts_used)
         return self.numel() - unused * 3 * self.hidden * self.inner
 
+    def kind_of(self, layer: int) -> str:
+        """Return the kind of a block: "dense" for one without experts in a model that has some, else "block"."""
+        return "dense" if self.experts and not self.has_experts(layer) else "block"
+
     def block_parameters(self, layer: int, tensor: int = 1, expert_ranks: int = 1) -> Parameters:
         """Return the parameters of a block.
 
