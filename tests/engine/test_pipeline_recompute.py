@@ -87,6 +87,26 @@ def test_chunks_that_run_again_have_the_bits_of_chunks_that_keep(places: int, da
             assert (more_calls > calls) == (case[0] != "1f1b" or rank // data == 0), (case, rank)
 
 
+def train_cut_at(name: str) -> list[list[Tensor]]:
+    """Return the values after a step of a pipeline that is cut there, without and with recomputation."""
+    mesh, found = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pipe", "shard")), []
+    for activations in ("keep", "recompute"):
+        pipe, model, optimizer = made(mesh, cut=[name], stage=3, activations=activations)
+        pipe.step(*batch(0, 0))
+        optimizer.step()
+        calls = sum(block.calls for block in model)
+        pipe.zero.detach()
+        found.append([torch.tensor(calls), *(one.detach() for one in model.parameters())])
+    return found
+
+
+@pytest.mark.parametrize("name", ["1", "3"])
+def test_the_only_block_of_a_place_is_recomputed(name: str) -> None:
+    for kept, again in run_ranks(train_cut_at, 2, name, timeout_s=TIMEOUT_S):
+        assert again[0] == 2 * kept[0]
+        assert all(map(torch.equal, kept[1:], again[1:]))
+
+
 def alive(places: int) -> tuple[int, int]:
     """Return the most graphs of a block that are alive at once, without and with recomputation."""
     mesh = init_device_mesh("cpu", (places, 1), mesh_dim_names=("pipe", "shard"))

@@ -12,7 +12,7 @@ CASES: list[dict[str, Any]] = [
     {"stage": 3, "ranks": 4, "activations": "recompute"},
     {"stage": 0, "ranks": 4},
     {"stage": 1, "ranks": 2, "schedule": "gpipe", "activations": "recompute"},
-    {"stage": 2, "ranks": 4, "reduce": "each"},
+    {"stage": 3, "ranks": 4, "reduce": "each", "vocabulary": 8192},
     {"stage": 1, "ranks": 2, "schedule": "interleaved", "chunks": 2},
     {"stage": 3, "ranks": 4, "pipe": 4, "activations": "recompute"},
     {"stage": 1, "ranks": 2, "schedule": "gpipe", "recompute": True},

@@ -239,7 +239,7 @@ class FlatGradients(Gradients):
         """Release the memory of held gradients; the next use comes in backward, when activations are released."""
         if self.held is not None and not self._is_kept and self.local is not self.held and not self._under_way:
             self.landing.count(self._ledger, -self.nbytes[0])
-            self.held, self._views = None, []
+            self.held = None
 
     def land(self, index: int, grad: Tensor, scale: float = 1.0) -> None:
         """See `Gradients`; the gradient moves into `local`."""
@@ -307,7 +307,7 @@ class FlatGradients(Gradients):
         if copies > 1 and place.data_ptr() == part.data_ptr():
             place = spare = self._pool.take(self._layout.shard_numel, self.dtype, self._device)
         local = Local(self.local, place, spare, self._views, self.own, self.sums, self.is_first)
-        self.local = None
+        self.local, self._views = None, []  # views would keep a gradient that autograd allocated
         self._under_way += 1
         self.hand_over()
         return local
@@ -438,7 +438,7 @@ class FlatGradients(Gradients):
         if was_local and self.local is not None and not self.has_local:
             if self.local is not self.held:
                 self._pool.give(self.local)
-            self.local = None
+            self.local, self._views = None, []
         if not self.has_any:
             self.sums, self.scope, self.is_suspect = [STALE] * len(self.sums), Scope.ALL, False
             self._cuts.clear()

@@ -11,7 +11,7 @@ Note: parts
 """
 
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, final
 
@@ -38,6 +38,8 @@ class Cut:
     """The name and the chunk of each part."""
     loose: dict[str, int] = field(default_factory=dict)
     """The chunk of each loose parameter, by name."""
+    blocks: frozenset[nn.Module] = frozenset()
+    """The blocks of the whole model: one of them alone does not look like a block."""
 
     @property
     def count(self) -> int:
@@ -60,9 +62,11 @@ class Cut:
                 if parameter is not None:
                     first.setdefault(parameter, module)
         tied = {first[parameter] for parameter, found in chunks.items() if len(found) > 1}
-        if len(own) == 1 and not tied:
+        here = _with_parameters(self.blocks)
+        are_seen = units is not None or here == _with_parameters(find_blocks(model)[0])
+        if len(own) == 1 and not tied and are_seen:
             return units
-        chosen = find_blocks(model)[0] if units is None else choose_units(model, units)
+        chosen = here if units is None else choose_units(model, units)
         inside = {one for block in chosen for one in block.modules()}
         for block in chosen:
             of = {str(chunks[p]) for module in block.modules() if module not in tied for p in module.parameters(False)}
@@ -124,7 +128,7 @@ def cut_model(model: nn.Module, cut: Sequence[str] | None, count: int, costs: Ma
             f"cut={list(names)} is not in the order in which {type(model).__name__} registers its modules, or names a "
             "module twice."
         )
-    found = Cut(names)
+    found = Cut(names, blocks=frozenset(find_blocks(model)[0]))
     _sort(model, "", found, starts, places)
     for chunk in range(count):
         if chunk not in {*found.loose.values(), *(one for _, one in found.parts.values())}:
@@ -148,6 +152,10 @@ def _sort(module: nn.Module, prefix: str, cut: Cut, starts: Sequence[int], place
             cut.parts[child] = f"{prefix}{key}", next(iter(chunks))
         else:
             _sort(child, f"{prefix}{key}.", cut, starts, places)
+
+
+def _with_parameters(modules: Iterable[nn.Module]) -> set[nn.Module]:
+    return {module for module in modules if any(True for _ in module.parameters())}
 
 
 def _has_state(module: nn.Module) -> bool:
