@@ -41,7 +41,7 @@ import zeroshard as zs
 from benchmarks.machine import circumstances, write_result
 from benchmarks.peaks import Block, measure_peak
 from tools.models import loss_of
-from tools.published import TINY
+from tools.published import wide
 from zeroshard.testing import run_ranks
 from zeroshard.train.models.gpt import GPT, GPTConfig
 from zeroshard.train.models.gpt import Block as GPTBlock
@@ -69,6 +69,8 @@ TREATMENTS = (
 )
 ZEROS = 0.5
 """The part of a ReLU's results that are zero at the start, where what it is given is as often below zero as above."""
+WIDE = wide(8)
+"""Models of other libraries, of one to ten million parameters."""
 STEP, END = "step ", "between steps"
 MARKER_BYTES = 4
 OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
@@ -87,7 +89,7 @@ class Case:
         offloaded: the fraction of states in another memory, `place`: "host" or "file".
         brought: the fraction of parameters in that memory, at stage 3.
         optimizer: a key of `OPTIMIZERS`.
-        model: a key of `tools.published.TINY`; "" for this project's GPT.
+        model: a key of `WIDE`; "" for this project's GPT.
         trained: "all", "half" (the parameters after the first half are trained), or "adapters" (of PEFT's LoRA).
         pipe: the places of a pipe; `schedule`, `chunks`, `reduce` and `recompute` are those of `zs.pipeline`.
     """
@@ -174,7 +176,7 @@ class SplitAttention(nn.Module):
 def make_model(case: Case) -> nn.Module:
     """Return the model of a case."""
     if case.model:
-        return partly_trained(TINY[case.model].make(), case.trained)
+        return partly_trained(WIDE[case.model].make(), case.trained)
     config = GPTConfig(case.depth, case.context, case.vocabulary)
     own = GPT(config)
     for block in own.blocks if case.tensor > 1 else ():
@@ -223,7 +225,7 @@ def parallelize_sequence(model: nn.Module, mesh: DeviceMesh) -> None:
 def make_inputs(case: Case) -> Any:
     """Return the tokens and targets of a micro-batch, or of all micro-batches of a pipe; of other models their own."""
     if case.model:
-        return TINY[case.model].inputs(torch.Generator().manual_seed(0))
+        return WIDE[case.model].inputs(torch.Generator().manual_seed(0))
     torch.manual_seed(0)
     size = (case.batch * (case.micro_batches if case.pipe > 1 else 1), case.context)
     return torch.randint(256, size), torch.randint(256, size)
@@ -477,23 +479,28 @@ def pipe_matrix() -> Iterator[Case]:
 
 
 OTHERS = (
-    "GPT2LMHeadModel LlamaForCausalLM MistralForCausalLM MixtralForCausalLM Qwen3ForCausalLM Gemma2ForCausalLM "
-    "OPTForCausalLM BloomForCausalLM FalconForCausalLM MambaForCausalLM BertForMaskedLM DebertaV2ForMaskedLM "
-    "T5ForConditionalGeneration BartForConditionalGeneration ViTForImageClassification SwinForImageClassification "
-    "ConvNextForImageClassification ResNetForImageClassification SegformerForImageClassification "
-    "Dinov2ForImageClassification"
-).split()
-"""Models of Transformers: decoders, experts, encoders, both, and convolutions."""
+    *(
+        f"transformers {name}ForCausalLM"
+        for name in "Llama Mistral Mixtral Qwen3 Gemma2 OPT Bloom Falcon Mamba".split()
+    ),
+    *(f"transformers {name}" for name in ("GPT2LMHeadModel", "BertForMaskedLM", "DebertaV2ForMaskedLM")),
+    *(f"transformers {name}ForConditionalGeneration" for name in ("T5", "Bart")),
+    *(f"transformers {name}ForImageClassification" for name in "ViT Swin ConvNext ResNet Segformer Dinov2".split()),
+    *(f"timm {name}" for name in "resnet10t vit_tiny_patch16_224 convnext_atto mobilenetv3_small_050".split()),
+    *(f"torchvision {name}" for name in ("resnet18", "SwinTransformer")),
+    *(f"diffusers {name}" for name in ("UNet2DModel", "AutoencoderKL")),
+)
+"""Decoders, experts, encoders, both, convolutions, and what denoises; the last eight where their libraries are."""
 
 
 def others_matrix() -> Iterator[Case]:
     """Yield three drawn configurations of each model; the draw is the same each time."""
-    for place, name in itertools.product(range(3), OTHERS):
+    for place, name in itertools.product(range(3), [name for name in OTHERS if name in WIDE]):
         r = random.Random(f"{name} {place}")
         ranks = r.choice((1, 2, 3))
-        case = Case(r.choice((0, 3) if ranks == 1 else (0, 1, 2, 3)), ranks, model=f"transformers {name}")
+        case = Case(r.choice((0, 3) if ranks == 1 else (0, 1, 2, 3)), ranks, model=name)
         activations = r.choice(("keep", "keep", "recompute", "recompute-rest", "offload", "recompute+offload"))
-        trained = r.choice(("all", "all", "half", "adapters"))
+        trained = r.choice(("all", "all", "half", "adapters" if name.startswith("transformers") else "half"))
         optimizer = r.choice(("adamw", "adamw", "muon", "adafactor")) if trained == "all" else "adamw"
         offloaded = r.choice((0.0, 0.0, 1.0)) if optimizer == "adamw" else 0.0
         case = replace(case, activations=activations, trained=trained, optimizer=optimizer, offloaded=offloaded)

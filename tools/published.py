@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["MISSING", "REAL", "TINY", "Tiny"]
+__all__ = ["MISSING", "REAL", "TINY", "Tiny", "wide"]
 
 VOCABULARY = 99
 
@@ -279,27 +279,44 @@ TORCHVISION_TINY = (
 )
 
 
-def _words(generator: torch.Generator) -> Tensor:
-    return torch.randint(3, VOCABULARY, (2, 8), generator=generator)
+WIDENED = set(
+    """
+    hidden_size intermediate_size moe_intermediate_size shared_expert_intermediate_size n_embd d_model d_ff d_kv d_head
+    d_inner ffn_dim word_embed_proj_dim encoder_ffn_dim decoder_ffn_dim embedding_size dim hidden_dim head_dim embed_dim
+    dims hidden_sizes block_out_channels vocab_size max_position_embeddings n_positions max_seq_len
+    """.split()
+)
+"""What is wider in a wide model; layers, heads and experts are as many."""
 
 
-def _image(generator: torch.Generator, size: int = 32) -> Tensor:
-    return torch.randn(2, 3, size, size, generator=generator)
+def _widened(sizes: dict[str, Any], factor: int) -> dict[str, Any]:
+    def scaled(value: Any) -> Any:
+        return type(value)(factor * one for one in value) if isinstance(value, list | tuple) else factor * value
+
+    return {key: scaled(value) if key in WIDENED else value for key, value in sizes.items()}
 
 
-def _tiny_of_transformers(library: Any) -> dict[str, Tiny]:
+def _words(generator: torch.Generator, factor: int) -> Tensor:
+    return torch.randint(3, VOCABULARY, (2, 8 * factor), generator=generator)
+
+
+def _image(generator: torch.Generator, factor: int, size: int = 32) -> Tensor:
+    return torch.randn(2 * factor, 3, size, size, generator=generator)
+
+
+def _tiny_of_transformers(library: Any, factor: int) -> dict[str, Tiny]:
     def make(name: str, sizes: dict[str, Any]) -> nn.Module:
         kind = getattr(library, name)
-        return kind(kind.config_class(**sizes))
+        return kind(kind.config_class(**_widened(sizes, factor)))
 
     def texts(generator: torch.Generator) -> dict[str, Any]:
-        return {"input_ids": _words(generator)}
+        return {"input_ids": _words(generator, factor)}
 
     def pairs(generator: torch.Generator) -> dict[str, Any]:
-        return {"input_ids": _words(generator), "decoder_input_ids": _words(generator)}
+        return {"input_ids": _words(generator, factor), "decoder_input_ids": _words(generator, factor)}
 
     def images(generator: torch.Generator) -> dict[str, Any]:
-        return {"pixel_values": _image(generator)}
+        return {"pixel_values": _image(generator, factor)}
 
     kinds = ((TEXTS, texts), (TRANSLATORS, pairs), (IMAGES, images))
     return {
@@ -309,12 +326,12 @@ def _tiny_of_transformers(library: Any) -> dict[str, Tiny]:
     }
 
 
-def _tiny_of_timm(library: Any) -> dict[str, Tiny]:
+def _tiny_of_timm(library: Any, factor: int) -> dict[str, Tiny]:
     def make(name: str, sizes: dict[str, Any]) -> nn.Module:
-        return library.create_model(name, pretrained=False, num_classes=7, **sizes)
+        return library.create_model(name, pretrained=False, num_classes=7, **_widened(sizes, factor))
 
     def inputs(size: int, generator: torch.Generator) -> dict[str, Any]:
-        return {"x": _image(generator, size)}
+        return {"x": _image(generator, factor, size)}
 
     return {
         f"timm {name}": Tiny(functools.partial(make, name, sizes), functools.partial(inputs, sizes.get("img_size", 32)))
@@ -322,23 +339,26 @@ def _tiny_of_timm(library: Any) -> dict[str, Tiny]:
     }
 
 
-def _tiny_of_torchvision(library: Any) -> dict[str, Tiny]:
+def _tiny_of_torchvision(library: Any, factor: int) -> dict[str, Tiny]:
     def make(name: str) -> nn.Module:
         return importlib.import_module("torchvision.models").get_model(name, weights=None, num_classes=7)
 
     found = {name: functools.partial(make, name) for name in TORCHVISION_TINY}
 
     def vit() -> nn.Module:
-        return library.models.VisionTransformer(32, 8, 3, 2, 24, 48, num_classes=7)
+        return library.models.VisionTransformer(32, 8, 3, 2, 24 * factor, 48 * factor, num_classes=7)
 
     def swin() -> nn.Module:
-        return library.models.SwinTransformer([2, 2], 8, [1, 2], [1, 2], [4, 4], num_classes=7)
+        return library.models.SwinTransformer([2, 2], 8 * factor, [1, 2], [1, 2], [4, 4], num_classes=7)
 
     found |= {"VisionTransformer": vit, "SwinTransformer": swin}
-    return {f"torchvision {name}": Tiny(one, lambda generator: {"x": _image(generator)}) for name, one in found.items()}
+    return {
+        f"torchvision {name}": Tiny(one, lambda generator: {"x": _image(generator, factor)})
+        for name, one in found.items()
+    }
 
 
-def _tiny_of_diffusers(library: Any) -> dict[str, Tiny]:
+def _tiny_of_diffusers(library: Any, factor: int) -> dict[str, Tiny]:
     def normal(generator: torch.Generator, *shape: int) -> Tensor:
         return torch.randn(shape, generator=generator)
 
@@ -374,7 +394,7 @@ def _tiny_of_diffusers(library: Any) -> dict[str, Tiny]:
         }
 
     def make(name: str, sizes: dict[str, Any]) -> nn.Module:
-        return getattr(library, name)(**sizes)
+        return getattr(library, name)(**_widened(sizes, factor))
 
     plain = {"sample_size": 16, "block_out_channels": (8, 16), "layers_per_block": 1, "norm_num_groups": 4}
     downs, ups = ("DownBlock2D", "AttnDownBlock2D"), ("AttnUpBlock2D", "UpBlock2D")
@@ -428,7 +448,8 @@ def _tiny_of_diffusers(library: Any) -> dict[str, Tiny]:
     }
 
 
-def _tiny() -> dict[str, Tiny]:
+def wide(factor: int) -> dict[str, Tiny]:
+    """Return the tiny models, and their inputs, made wider."""
     found: dict[str, Tiny] = {}
     for library, models in (
         ("transformers", _tiny_of_transformers),
@@ -438,7 +459,7 @@ def _tiny() -> dict[str, Tiny]:
     ):
         module = load(library)
         if module is not None:
-            found |= models(module)
+            found |= models(module, factor)
     return found
 
 
@@ -446,4 +467,4 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     load("torchvision")  # first: the others import it, too
     REAL, MISSING = _real()
-    TINY = _tiny()
+    TINY = wide(1)
