@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 import zeroshard as zs
 from benchmarks.machine import circumstances, write_result
-from benchmarks.peaks import measure_peak
+from benchmarks.peaks import measure_peak, peak_of
 from zeroshard.activations import recompute_units, treatment_of
 from zeroshard.core.saved import SavedTensors
 from zeroshard.describe.treatments import activations_of
@@ -91,7 +91,7 @@ def predict(config: GPTConfig, batch: int, how: str) -> int:
         model, inputs = make(config, batch)
     treat(model, how)
     trace = trace_step(lambda model, *inputs: model(*inputs), model, inputs, optimizer=torch.optim.AdamW, steps=STEPS)
-    return trace.peak.nbytes
+    return peak_of(trace).nbytes
 
 
 def train(config: GPTConfig, batch: int, how: str, steps: int) -> tuple[list[float], zs.Memory, list[Any]]:

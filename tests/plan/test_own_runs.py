@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import zeroshard as zs
-from benchmarks.predicted import COLUMNS, Case, compare, measure, predict
+from benchmarks.predicted import COLUMNS, WIDE, Case, compare, measure, predict
 from zeroshard.train.models.gpt import GPT, Block, GPTConfig
 
 SMALL = Case(depth=4, context=128, batch=2)
@@ -46,6 +46,13 @@ CASES = [
 def test_a_run_takes_what_its_plan_says(options: dict[str, object]) -> None:
     for predicted, measured in compare(dataclasses.replace(SMALL, **options)):  # type: ignore[arg-type]
         assert measured.resident_bytes == predicted.resident_bytes
+        assert abs(predicted.peak_bytes / measured.peak_bytes - 1) <= 0.02
+
+
+@pytest.mark.skipif("transformers OPTForCausalLM" not in WIDE, reason="transformers is not installed")
+def test_what_a_loss_outside_the_model_keeps_ends_with_its_backward() -> None:
+    model = {"model": "transformers OPTForCausalLM", "trained": "adapters", "activations": "recompute"}
+    for predicted, measured in compare(Case(1, 2, **model)):  # type: ignore[arg-type]
         assert abs(predicted.peak_bytes / measured.peak_bytes - 1) <= 0.02
 
 

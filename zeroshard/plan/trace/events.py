@@ -13,18 +13,17 @@ Note: what is counted
 """
 
 import enum
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from types import MappingProxyType
 from typing import final
 
 from zeroshard.plan.machine.hardware import Cost
 from zeroshard.plan.shape.tape import Exchange
 from zeroshard.table.schedule import Mark
 
-__all__ = ["Category", "Event", "Landed", "Marked", "Peak", "Phase", "Saved", "Span", "Trace"]
+__all__ = ["Category", "Event", "Landed", "Marked", "Phase", "Saved", "Span", "Trace"]
 
 
 @final
@@ -148,26 +147,6 @@ class Marked:
 
 @final
 @dataclass(frozen=True)
-class Peak:
-    """The time of the most live bytes.
-
-    Args:
-        order: index of the event that reaches the peak.
-        by_category: live bytes at that time.
-        by_module: the same, by the module that made them.
-    """
-
-    nbytes: int
-    order: int
-    phase: Phase
-    module: str
-    operation: str
-    by_category: Mapping[str, int]
-    by_module: Mapping[str, int]
-
-
-@final
-@dataclass(frozen=True)
 class Trace:
     """The events of a step.
 
@@ -201,41 +180,9 @@ class Trace:
         """Live bytes after each event."""
         return tuple(accumulate(event.nbytes for event in self.events))
 
-    @cached_property
-    def peak(self) -> Peak:
-        """The peak of the whole step, including earlier storages."""
-        return self.peak_of()
-
     def phase_at(self, order: int) -> Phase:
         """Return the phase of an event, or of the last event if `order` is past the end."""
         return self.events[min(order, len(self.events) - 1)].phase
-
-    def peak_of(self, *phases: Phase) -> Peak:
-        """Return the peak within some phases; without arguments, within all phases.
-
-        Raises:
-            ValueError: the trace has no event in these phases.
-        """
-        wanted = [e.order for e in self.events if not phases or e.phase in phases]
-        if not wanted:
-            raise ValueError(f"The trace has no event in {', '.join(phases) or 'any phase'}.")
-        order = max(wanted, key=self.live.__getitem__)
-        event = self.events[order]
-        live: dict[int, Event] = {}
-        for other in self.events[: order + 1]:
-            if other.nbytes > 0:
-                live[other.storage] = other
-            else:
-                live.pop(other.storage, None)
-        return Peak(
-            self.live[order],
-            order,
-            event.phase,
-            event.module,
-            event.operation,
-            _sums((one.category, one.nbytes) for one in live.values()),
-            _sums((one.module, one.nbytes) for one in live.values()),
-        )
 
     def saved_bytes(self) -> int:
         """Return all bytes that the forward keeps for the backward."""
@@ -251,10 +198,3 @@ def unit_of(module: str, units: frozenset[str]) -> str:
     while module and module not in units:
         module = module.rpartition(".")[0]
     return module
-
-
-def _sums(items: Iterable[tuple[str, int]]) -> Mapping[str, int]:
-    found: dict[str, int] = {}
-    for key, nbytes in items:
-        found[str(key)] = found.get(str(key), 0) + nbytes
-    return MappingProxyType(found)

@@ -7,11 +7,12 @@ Note: two places where a device shows
     A function may run other operations (attention, dropout, RMS norm), which save other tensors: `rewriting()` returns
     a context that replaces functions. An operation may have results of other dtypes, and temporary memory: `run()` and
     `workspace()`. Memory that libraries allocate outside torch's allocator (MKL, cuBLAS) is not counted, nor is
-    oneDNN's memory inside it for convolutions, LSTMs and products in bf16, because that depends on the processor.
+    oneDNN's memory inside it for LSTMs and products in bf16, because that depends on the processor.
 """
 
 import contextlib
-from abc import ABC, abstractmethod
+import math
+from abc import ABC
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import MappingProxyType
@@ -66,9 +67,10 @@ class Personality(ABC):
         """Make an optimizer choose the implementation that it would choose on the device."""
         return
 
-    @abstractmethod
     def workspace(self, func: Any, args: tuple[Any, ...], out: Any) -> int:
         """Return the peak temporary memory of a kernel in bytes, without its results."""
+        measure = _WORKSPACES[self.name].get(func)
+        return measure(args, out) if measure is not None else 0
 
     def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         self._bias = bias
@@ -150,11 +152,6 @@ class CPU(Personality):
 
     name = "cpu"
 
-    def workspace(self, func: Any, args: tuple[Any, ...], out: Any) -> int:
-        """Return the temporary memory of kernels, from torch's sources and measurements."""
-        measure = _CPU_WORKSPACES.get(func)
-        return measure(args, out) if measure is not None else 0
-
 
 def _flash_splits(query: Tensor, key: Tensor) -> tuple[int, int, bool]:
     """Return the rows of a block of queries and of keys, and whether blocks are copied in half precision.
@@ -201,19 +198,46 @@ def _is_ready(factor: Tensor) -> bool:
     return (second == 1 and first >= max(1, columns)) or (first == 1 and second >= max(1, rows))
 
 
-_HALVES: Final = (torch.bfloat16, torch.float16)
+def _convolved(x: Tensor, weight: Tensor, y: Tensor, strides: Sequence[int], groups: int) -> tuple[list[int], int]:
+    """Return the bytes of oneDNN's copies of input, weight and result, and of the gradient of the weight.
 
-_CPU_WORKSPACES: Final[Mapping[Any, Callable[[tuple[Any, ...], Any], int]]] = MappingProxyType(
-    {
-        aten._scaled_dot_product_flash_attention_for_cpu.default: _cpu_flash,
-        aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _cpu_flash_backward,
-        aten.native_layer_norm_backward.default: _cpu_layer_norm_backward,
-        aten._safe_softmax.default: _safe_softmax,
-        aten.mm.default: _product,
-        aten.bmm.default: _product,
-        aten.addmm.default: _product,
-    }
-)
+    It computes on blocks of 16 channels, as on processors with AVX-512. Where channels are last, it copies weights
+    alone: also into that order, and to blocks of each group for their gradient. No bytes where torch does not call it.
+    Source: aten/src/ATen/native/Convolution.cpp, `use_mkldnn`, and measurements.
+    """
+    is_single = torch.get_num_threads() == 1 and x.shape[0] < 16 and {*weight.shape[2:], *strides} == {1}
+    is_single |= x.shape[0] == groups == 1 and x.numel() <= 20480
+    if x.dtype is torch.float64 or (x.dtype is torch.float32 and is_single):
+        return [0, 0, 0], 0
+    is_last = x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last) and x.stride(3) >= x.shape[1] > 1
+    each = [_rounded(count, 16) / count for count in (weight.shape[0] // groups, weight.shape[1])]
+    blocked = int(weight.nbytes * each[0] * (each[1] if weight.shape[1] >= 16 else 1)) if groups == 1 else weight.nbytes
+    copies = [_rounded(one.shape[1], 16) * one.nbytes // one.shape[1] if groups == 1 else one.nbytes for one in (x, y)]
+    copies = [0 if is_last or one.shape[1] < 16 else nbytes for one, nbytes in zip((x, y), copies, strict=True)]
+    if not is_last:
+        return [copies[0], blocked, copies[1]], blocked
+    ordered = 0 if weight.is_contiguous(memory_format=torch.channels_last) else weight.nbytes
+    is_blocked = groups > 1 and max(weight.shape[2:]) > 3
+    summed = int(weight.nbytes * math.prod(each)) if is_blocked else blocked
+    return [0, blocked + ordered, 0], summed + ordered + weight.nbytes
+
+
+def _cpu_convolution(args: tuple[Any, ...], out: Any) -> int:
+    copies, _ = _convolved(args[0], args[1], out, args[3], args[8])
+    # The result is made when the other copies are gone.
+    return max(sum(copies) - int(out.nbytes), copies[2])
+
+
+def _cpu_convolution_backward(args: tuple[Any, ...], out: Any) -> int:
+    y, x, weight = args[:3]
+    copies, summed = _convolved(x, weight, y, args[4], args[9])
+    to_input, to_weight = int(x.nbytes) * args[10][0], int(weight.nbytes) * args[10][1]
+    first = max(sum(copies), copies[0] + to_input) if to_input else 0
+    second = to_input + max(sum(copies), summed + to_weight) if to_weight else 0
+    return int(max(0, first - to_input - to_weight, second - to_input - to_weight))
+
+
+_HALVES: Final = (torch.bfloat16, torch.float16)
 
 
 # -- CUDA -------------------------------------------------------------------------------------------------------------
@@ -247,11 +271,6 @@ class CUDA(Personality):
             is_chosen = one.get("fused") or one.get("foreach") is not None or one.get("differentiable")
             if "foreach" in one and not is_chosen:
                 one["foreach"] = True
-
-    def workspace(self, func: Any, args: tuple[Any, ...], out: Any) -> int:
-        """Return the temporary memory of kernels, from torch's sources."""
-        measure = _CUDA_WORKSPACES.get(func)
-        return measure(args, out) if measure is not None else 0
 
 
 def _attention(
@@ -335,16 +354,27 @@ def _cuda_efficient_backward(args: tuple[Any, ...], out: Any) -> int:
     return int(4 * query.shape[0] * query.shape[1] * query.shape[2])
 
 
-_CUDA_WORKSPACES: Final[Mapping[Any, Callable[[tuple[Any, ...], Any], int]]] = MappingProxyType(
+_OF_BOTH: Final = {aten._safe_softmax.default: _safe_softmax} | dict.fromkeys(
+    (aten.mm.default, aten.bmm.default, aten.addmm.default), _product
+)
+_WORKSPACES: Final[Mapping[str, Mapping[Any, Callable[[tuple[Any, ...], Any], int]]]] = MappingProxyType(
     {
-        aten._scaled_dot_product_flash_attention_backward.default: _cuda_flash_backward,
-        aten._scaled_dot_product_efficient_attention_backward.default: _cuda_efficient_backward,
-        aten._safe_softmax.default: _safe_softmax,
-        aten.mm.default: _product,
-        aten.bmm.default: _product,
-        aten.addmm.default: _product,
+        "cpu": _OF_BOTH
+        | {
+            aten._scaled_dot_product_flash_attention_for_cpu.default: _cpu_flash,
+            aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _cpu_flash_backward,
+            aten.native_layer_norm_backward.default: _cpu_layer_norm_backward,
+            aten.convolution.default: _cpu_convolution,
+            aten.convolution_backward.default: _cpu_convolution_backward,
+        },
+        "cuda": _OF_BOTH
+        | {
+            aten._scaled_dot_product_flash_attention_backward.default: _cuda_flash_backward,
+            aten._scaled_dot_product_efficient_attention_backward.default: _cuda_efficient_backward,
+        },
     }
 )
+"""By personality and operation, from torch's sources and measurements."""
 
 PERSONALITIES: Final[Mapping[str, Callable[[], Personality]]] = MappingProxyType({"cpu": CPU, "cuda": CUDA})
 """Constructors of personalities by name."""

@@ -72,8 +72,8 @@ def trace_step(
     >>> with torch.device("meta"):
     ...     model = torch.nn.Linear(1024, 1024, bias=False)
     >>> trace = trace_step(lambda model, x: model(x).sum(), model, [torch.empty(8, 1024, device="meta")])
-    >>> trace.peak.by_category["gradient"], trace.saved_bytes()
-    (4194304, 32768)
+    >>> max(trace.live), trace.saved_bytes()
+    (8454152, 32768)
     """
     check_tracing()
     if personality not in PERSONALITIES:

@@ -99,10 +99,10 @@ class Treated(Saved):
         """Return None: recomputations are not compared."""
 
     def pack(self, tensor: Tensor) -> Any:
-        """Return a box; for a tensor of the model, or one saved in a backward, its unit and the tensor."""
+        """Return a box; for a tensor of the model, or one saved by a loss or in a backward, its unit and the tensor."""
         assert self._recorder is not None
         self._recorder.packed(tensor)
-        if self._recorder.is_of_model(tensor) or graph_task() != -1:
+        if self._recorder.is_of_model(tensor) or graph_task() != -1 or not self._under_way:
             return None if self._watch is None else self._watch.unit_of(tensor), tensor.detach()
         return self.box(tensor, is_called_by_checkpoint(), ())
 
