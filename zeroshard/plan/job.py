@@ -183,7 +183,8 @@ class Options:
     @property
     def is_fused(self) -> bool:
         """Whether the optimizer updates in one kernel: by request, or because states are offloaded."""
-        return self.fused or (not self.placed_row.states.is_on_device and self.states.is_fused)
+        is_away = not (self.device.is_cpu or self.placed_row.states.is_on_device)
+        return self.fused or (is_away and self.states.is_fused)
 
     @property
     def states(self) -> States:
