@@ -336,10 +336,9 @@ def train(case: Case, resident: dict[str, int]) -> list[Any]:
     resident.update({column: held[column] for column in COLUMNS})
     resident.update({memory: held.get(memory, 0) for memory in ELSEWHERE})
     resident["parameters"] += sum(buffer.nbytes for buffer in model.buffers())
-    if pipe is not None:  # what stands for parameters of other places; the messages' buffers are not in the ledger
+    if pipe is not None:  # what stands for parameters of other places
         stand_ins = [one for module in model.modules() for one in vars(module).values() if isinstance(one, Tensor)]
         resident["parameters"] += sum(one.untyped_storage().nbytes() for one in stand_ins)
-        resident["transient"] = 0
     return [model, inputs, optimizer, zero, pipe, marker]
 
 
@@ -382,10 +381,9 @@ def predict(case: Case) -> list[Found]:
     mapped_bytes = sum(one.nbytes for one in film.before if one.is_mapped)
     inside = sum(film.resident_bytes.values()) - mapped_bytes + film.elsewhere_bytes.get("host", 0)
     place = max(range(len(film.live)), key=film.live.__getitem__)
-    is_whole = {"transient": int(case.pipe == 1)}
     return [
         Found(
-            {column: one.resident_bytes[column] * is_whole.get(column, 1) for column in COLUMNS}
+            {column: one.resident_bytes[column] for column in COLUMNS}
             | {memory: one.elsewhere_bytes.get(memory, 0) for memory in ELSEWHERE},
             inside if case.pipe == 1 else sum(one.resident_bytes.values()),
             one.allocator_bytes,

@@ -21,6 +21,7 @@ from torch import Tensor
 from zeroshard.parallel.chunked import Border
 from zeroshard.parallel.waits import Waits
 from zeroshard.table.pipeline import Kind
+from zeroshard.table.trace import Ledger
 from zeroshard.wire.comm import Comm, Pending, Tag
 
 __all__ = ["Mail", "NOTHING"]
@@ -65,10 +66,12 @@ class Mail:
         comm: the communicator of all places.
         ranks: the rank of `comm` at each place along the pipe.
         most: the number of gradients whose messages may be under way.
+        ledger: counts the memory that messages are received into.
     """
 
-    def __init__(self, comm: Comm, ranks: Sequence[int], micro_batches: int, most: int) -> None:
+    def __init__(self, comm: Comm, ranks: Sequence[int], micro_batches: int, most: int, ledger: Ledger) -> None:
         self._comm, self._ranks, self._micro_batches, self._most = comm, ranks, micro_batches, most
+        self._ledger, self._counted_bytes = ledger, 0
         self._free: dict[Shape, list[Tensor]] = {}
         self._used: set[Shape] = set()
         """What the step needs: memory of other shapes is dropped when the next one begins."""
@@ -83,6 +86,12 @@ class Mail:
         self._calls += 1
         self._free = {shape: free for shape, free in self._free.items() if shape in self._used}
         self._used = set()
+        # Of a step that failed, what was received is not given back.
+        self._count(sum(one.nbytes for free in self._free.values() for one in free) - self._counted_bytes)
+
+    def _count(self, nbytes: int) -> None:
+        self._counted_bytes += nbytes
+        self._ledger.add("transient", nbytes)
 
     def finish(self) -> None:
         """Wait for everything that was sent."""
@@ -149,8 +158,11 @@ class Mail:
 
     def _take(self, border: Border) -> Tensor:
         self._used.add((border.shape, border.dtype))
-        free = self._free.get((border.shape, border.dtype))
-        return free.pop() if free else torch.empty(border.shape, dtype=border.dtype, device=self._comm.mesh.device)
+        if free := self._free.get((border.shape, border.dtype)):
+            return free.pop()
+        made = torch.empty(border.shape, dtype=border.dtype, device=self._comm.mesh.device)
+        self._count(made.nbytes)
+        return made
 
     def give(self, tensors: Sequence[Tensor]) -> None:
         """Take back the memory of a message that nothing reads any more."""

@@ -91,7 +91,8 @@ class Runner:
         self.chunks = {
             chunk: Chunk(f"chunk {chunk}", numbers, chunk == chunked.cut.count - 1) for chunk, numbers in units.items()
         }
-        self.mail = Mail(engine.comm.across, ranks, training.micro_batches, training.live(self.own) + 1)
+        most = training.live(self.own) + 1
+        self.mail = Mail(engine.comm.across, ranks, training.micro_batches, most, engine.ledger)
         self.finite = Finite(engine.mesh, training)
         self.compared = Compared(engine.mesh)
         engine.guard.origin = self.finite.told
