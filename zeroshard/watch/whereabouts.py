@@ -14,9 +14,9 @@ import torch
 
 __all__ = ["LIBRARIES", "line_of_program"]
 
-LIBRARIES: Final = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parents[1]), "<frozen ", "<string>")
+_PLACES: Final = (Path(__file__).parents[1], Path(torch.__file__).parents[1], Path(os.__file__).parent)
+LIBRARIES: Final = (*map(str, _PLACES), "<frozen ", "<string>")
 """Beginnings of file names whose frames are not the user's."""
-_STANDARD: Final = str(Path(os.__file__).parent)
 _CALLED: Final = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent / "distributed" / "distributed_c10d"))
 """Beginnings of file names whose functions are named."""
 _WRAPPERS: Final = frozenset(("call", "wrapper"))
@@ -35,7 +35,7 @@ def line_of_program() -> str:
     frame: FrameType | None = sys._current_frames().get(threading.main_thread().ident or 0)
     while frame is not None:
         file, name = frame.f_code.co_filename, frame.f_code.co_name
-        if not file.startswith((*LIBRARIES, _STANDARD)):
+        if not file.startswith(LIBRARIES):
             return f"{called and f'in {called}() '}at {Path(file).name}:{frame.f_lineno}"
         if file.startswith(_CALLED) and not name.startswith("_") and name not in _WRAPPERS:
             called = name
