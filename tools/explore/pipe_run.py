@@ -255,6 +255,11 @@ class PipeRank:
         except Exception as error:
             self.ending, self.error = "crash", error
             self._tell(f"{type(error).__name__}: {error}")
+        for unit in self.units:
+            unit.unhang()
+        saved = self.engine.saved
+        while saved.is_innermost():  # of a forward that was interrupted, on a thread that runs the next program
+            saved.context().__exit__()
 
     def _step(self) -> None:
         program, engine = self.program, self.engine

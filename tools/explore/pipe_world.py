@@ -258,6 +258,7 @@ class PipeUnit(FakeUnit):
         self.own = [Own.NONE] * parts
         self.used = [False] * parts
         self._given: list[Own] = []
+        self._hooks: list[Any] = []
         self.buckets: list[Any] = [self._bucket(one) for one in self.parameters]
 
     def _bucket(self, parameter: Tensor) -> Any:
@@ -283,9 +284,16 @@ class PipeUnit(FakeUnit):
                 is_own=False,
             )
 
-            parameter.register_hook(lambda grad: mark(f"land {self}"))
-            parameter.register_post_accumulate_grad_hook(landed)
-            parameter.register_post_accumulate_grad_hook(lambda one: mark(f"landed {self}"))
+            self._hooks += [
+                parameter.register_hook(lambda grad: mark(f"land {self}")),
+                parameter.register_post_accumulate_grad_hook(landed),
+                parameter.register_post_accumulate_grad_hook(lambda one: mark(f"landed {self}")),
+            ]
+
+    def unhang(self) -> None:
+        """Remove the hooks of its parameters, which hold the rank unseen by the collector."""
+        for hook in self._hooks:
+            hook.remove()
 
     def start_gather(self, comm: FakeComm, number: int, where: str, kind: str = "gather") -> None:
         """Begin to make it whole."""
