@@ -217,7 +217,7 @@ def _convolved(x: Tensor, weight: Tensor, y: Tensor, strides: Sequence[int], gro
     if not is_last:
         return [copies[0], blocked, copies[1]], blocked
     ordered = 0 if weight.is_contiguous(memory_format=torch.channels_last) else weight.nbytes
-    is_blocked = groups > 1 and max(weight.shape[2:]) > 3
+    is_blocked = groups > 1 and max(weight.shape[2:]) > min(3, *x.shape[2:])
     summed = int(weight.nbytes * math.prod(each)) if is_blocked else blocked
     return [0, blocked + ordered, 0], summed + ordered + weight.nbytes
 
@@ -233,7 +233,8 @@ def _cpu_convolution_backward(args: tuple[Any, ...], out: Any) -> int:
     copies, summed = _convolved(x, weight, y, args[4], args[9])
     to_input, to_weight = int(x.nbytes) * args[10][0], int(weight.nbytes) * args[10][1]
     first = max(sum(copies), copies[0] + to_input) if to_input else 0
-    second = to_input + max(sum(copies), summed + to_weight) if to_weight else 0
+    wide = 2 * summed if x.dtype in _HALVES else 0  # sums in fp32
+    second = to_input + max(max(sum(copies), summed) + wide, summed + to_weight) if to_weight else 0
     return int(max(0, first - to_input - to_weight, second - to_input - to_weight))
 
 
