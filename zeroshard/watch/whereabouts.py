@@ -14,8 +14,13 @@ import torch
 
 __all__ = ["LIBRARIES", "line_of_program"]
 
-_PLACES: Final = (Path(__file__).parents[1], Path(torch.__file__).parents[1], Path(os.__file__).parent)
-LIBRARIES: Final = (*map(str, _PLACES), "<frozen ", "<string>")
+LIBRARIES: Final = (
+    str(Path(__file__).parents[1]),
+    str(Path(torch.__file__).parents[1]),
+    str(Path(os.__file__).parent),
+    "<frozen ",
+    "<string>",
+)
 """Beginnings of file names whose frames are not the user's."""
 _CALLED: Final = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent / "distributed" / "distributed_c10d"))
 """Beginnings of file names whose functions are named."""
