@@ -109,7 +109,8 @@ def cut_model(model: nn.Module, cut: Sequence[str] | None, count: int, costs: Ma
     """
     named = dict(model.named_modules())
     places = {module: number for number, module in enumerate(named.values())}
-    names = _balanced(model, named, count, costs or own_bytes(model)) if cut is None else tuple(cut)
+    blocks = find_blocks(model)[0]
+    names = tuple(cut) if cut is not None else _balanced(model, named, blocks, count, costs or own_bytes(model))
     if len(names) != count - 1:
         raise ValueError(
             f"cut={list(names)} makes {len(names) + 1} chunks, but the pipe has {count}: name the module at which each "
@@ -128,7 +129,7 @@ def cut_model(model: nn.Module, cut: Sequence[str] | None, count: int, costs: Ma
             f"cut={list(names)} is not in the order in which {type(model).__name__} registers its modules, or names a "
             "module twice."
         )
-    found = Cut(names, blocks=frozenset(find_blocks(model)[0]))
+    found = Cut(names, blocks=frozenset(blocks))
     _sort(model, "", found, starts, places)
     for chunk in range(count):
         if chunk not in {*found.loose.values(), *(one for _, one in found.parts.values())}:
@@ -188,12 +189,18 @@ def own_bytes(model: nn.Module) -> dict[str, int]:
     }
 
 
-def _balanced(model: nn.Module, named: dict[str, nn.Module], count: int, costs: Mapping[str, int]) -> tuple[str, ...]:
-    """Return the blocks at which chunks begin, so that the largest chunk costs as little as possible."""
+def _balanced(
+    model: nn.Module, named: dict[str, nn.Module], found: set[nn.Module], count: int, costs: Mapping[str, int]
+) -> tuple[str, ...]:
+    """Return the blocks at which chunks begin, so that the largest chunk costs as little as possible.
+
+    Args:
+        found: the blocks of the model, where it has no plan of its own.
+    """
     if count == 1:
         return ()
-    chosen = _planned_blocks(model, named) or find_blocks(model)[0]
-    blocks = [name for name, module in named.items() if module in chosen and any(True for _ in module.parameters())]
+    chosen = _with_parameters(_planned_blocks(model, named) or found)
+    blocks = [name for name, module in named.items() if module in chosen]
     inner = {one for name in blocks for one in blocks if one.startswith(f"{name}.")}
     blocks = [name for name in blocks if name not in inner]
     if len(blocks) < count:
