@@ -474,6 +474,27 @@ ENGINE = (
         f"{_ENGINE}/test_replicas_overlap.py::test_a_unit_of_computation_lies_between[3-fp32-1]",
     ),
     Bug(
+        "published parameters are waited for at once",
+        "core/unit.py",
+        "if is_forced or not pending or not (",
+        "if is_forced or comm or not (",
+        f"{_ENGINE}/test_publish_overlap.py::test_each_unit_is_waited_for_at_its_entry[1-Block-1]",
+    ),
+    Bug(
+        "reads of published parameters do not wait",
+        "core/unit.py",
+        "classes[presence is not Presence.WHOLE]",
+        "classes[presence is Presence.RELEASED]",
+        f"{_ENGINE}/test_publish_overlap.py::test_what_follows_a_step_waits[1]",
+    ),
+    Bug(
+        "modules do not wait for their published parameters",
+        "core/hooks.py",
+        "            if unit.presence is Presence.COMING:",
+        "            if unit.presence is Presence.RELEASED:",
+        f"{_ENGINE}/test_publish_overlap.py::test_each_unit_is_waited_for_at_its_entry[1-Extension-1]",
+    ),
+    Bug(
         "several reductions are under way at once",
         "core/order.py",
         'if kind == "reduce":\n                self._finish_all(before=unit)\n            before',
@@ -1747,8 +1768,8 @@ PLAN = (
     Bug(
         "a film waits for each published unit before it sends the next one",
         "plan/step/updating.py",
-        "        pending.append((unit, clock.collect",
-        '        clock.note("wait", unit.name)\n        pending.append((unit, clock.collect',
+        "            pending.append((unit, _publish",
+        '            clock.note("wait", unit.name)\n            pending.append((unit, _publish',
         f"{_EVENTS}::test_one_run_of_make_train_is_as_planned[2]",
     ),
 )

@@ -1,5 +1,7 @@
 """Modules of torch that handle their parameters in ways of their own, and hooks of the user's."""
 
+import copy
+import pickle
 import warnings
 from collections.abc import Callable
 
@@ -216,6 +218,24 @@ def hooks_that_read_parameters(run: Run) -> None:
         sums.clear()
 
 
+def hooks_that_copy_parameters_of_other_units(run: Run) -> None:
+    """Take parameters of another unit in a forward, in ways that are no function of torch."""
+    model = models.build(models.Stack)
+    optimizer = models.adamw(model)
+    run.shard(model, optimizer, units=[models.Block])
+
+    def copies(module: nn.Module, *_: object) -> None:
+        for take in (lambda p: p.data, copy.deepcopy, lambda p: pickle.loads(pickle.dumps(p))):
+            found = [take(parameter).detach() for block in model.blocks for parameter in block.parameters()]
+            run.record(sums=torch.stack([one.sum() for one in found]))
+
+    model.blocks[0].register_forward_hook(copies)
+    for step in range(2):
+        run.backward(models.stack_loss(model, step, run.rank))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def kept_activations(run: Run) -> None:
     """A hook that keeps an intermediate tensor, whose gradient the user then retains."""
     model = models.build(models.Stack)
@@ -252,6 +272,7 @@ SCRIPTS = [
     bilinear_and_embedding_bag,
     user_hooks,
     hooks_that_read_parameters,
+    hooks_that_copy_parameters_of_other_units,
     kept_activations,
 ]
 

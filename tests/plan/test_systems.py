@@ -58,6 +58,33 @@ def test_one_exchange_after_the_last_backward_is_exposed() -> None:
     assert hidden.peak_bytes >= exposed.peak_bytes
 
 
+def test_what_a_step_publishes_arrives_beside_the_next_forward() -> None:
+    awaited, beside = (
+        make_plan(
+            "gpt2-xl", world_size=8, seq=1024, device="a100", stage=2,
+            system=dataclasses.replace(SYSTEMS["zeroshard"], publishes_beside=is_beside),
+        ).film
+        for is_beside in (False, True)
+    )  # fmt: skip
+    update = next(phase for phase in awaited.phases if phase.name == "update")
+    gathers_s = [
+        sum(one.stop_s - one.start_s for one in film.lanes if one.lane == "gather") for film in (awaited, beside)
+    ]
+    assert gathers_s[0] == pytest.approx(gathers_s[1])
+    # The first units arrive before they are used, or the forward waits for these only.
+    assert awaited.step_s - beside.step_s > 0.8 * gathers_s[0]
+    assert update.stop_s - update.start_s > gathers_s[0]
+    assert awaited.sent_bytes == beside.sent_bytes
+    of = [[(one.kind, one.unit) for one in film.ticks if one.kind == "publish"] for film in (awaited, beside)]
+    assert of[0] == of[1]
+    # Each unit is waited for once, before its first use, and in the update by the other program.
+    waits = [[(one.phase, one.unit) for one in film.ticks if one.kind == "wait"] for film in (awaited, beside)]
+    assert [unit for phase, unit in waits[1] if phase == "forward"] == [
+        unit for phase, unit in waits[0] if phase == "step"
+    ]
+    assert not [unit for phase, unit in waits[1] if phase == "step"]
+
+
 def test_a_host_that_queues_slowly_bounds_a_small_step() -> None:
     eager, compiled = (
         make_plan(

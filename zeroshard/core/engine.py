@@ -32,7 +32,7 @@ import torch
 
 from zeroshard.core.dtypes import LossScale
 from zeroshard.core.flights import Flights
-from zeroshard.core.frames import Frame, Gathered
+from zeroshard.core.frames import Frame, Frames, Gathered
 from zeroshard.core.guard import guard_of
 from zeroshard.core.hints import hint_begin, hint_end
 from zeroshard.core.norms import LocalNorms, total_norms
@@ -97,12 +97,13 @@ class Engine(Ending):
         """Reads whether the last update was skipped, and acts on it; None if the host knows."""
         self._await_update: Callable[[], None] = lambda: None
         """Waits for the update in the background."""
-        self._frames, self.flights, self._task, self.inside = list[Frame](), Flights(units), -1, ""
+        self.flights, self._task, self.inside = Flights(units), -1, ""
         """`inside` is the action of a pipeline that runs, which other calls must not interrupt."""
         self._norms, self.copy = LocalNorms(()), slice_of(mesh.along("shard", "tensor"))
         """The ranks whose parts form the full gradients."""
         buckets = [(unit.number, bucket) for unit in units for bucket in unit.buckets]
-        self.saved = SavedTensors(buckets, self._need_in_backward, treatment, self._unit_under_way)
+        self._frames = Frames(units, lambda: self.saved.pop())
+        self.saved = SavedTensors(buckets, self._need_in_backward, treatment, self._frames.unit_under_way)
 
     def take_slots(self, slots: Iterable[Slot]) -> None:
         """Register the slots of parameters, in registration order, and connect them with this engine."""
@@ -125,6 +126,12 @@ class Engine(Ending):
         """
         self._await_update()
         self._read_answer()
+
+    @alone
+    def await_published(self, numbers: Iterable[int] | None = None) -> None:
+        """Wait for updated parameters that are under way, of these units or of all."""
+        for number in range(len(self.units)) if numbers is None else numbers:
+            self.units[number].arrive()
 
     def begin_update(self, *, is_skipped: bool) -> None:
         """Begin the update of an optimizer's step; slices of a skipped one have no gradients."""
@@ -189,7 +196,7 @@ class Engine(Ending):
         if self.gathered is not None:
             return
         is_recompute, has_grad = graph_task() != -1, torch.is_grad_enabled()
-        if not self._running() and not is_recompute:
+        if not self._frames.running() and not is_recompute:
             self.check_forward(name, inputs)
             self.lane.begin(f"the forward of {type(module).__name__}")
             # When gathered, units wait for their own part of an update in the background.
@@ -199,17 +206,18 @@ class Engine(Ending):
                 # Evaluation that leaves gradients on must be possible on one rank alone.
                 is_followed = has_grad and module.training and self.scope is Scope.ALL
                 self.order.buffers.begin_forward(is_followed=is_followed)
+        self.await_published(units)
         if not self.has_frames:
             return
         frame = Frame(module, units, is_recompute, sys.exception(), has_grad)
         if is_recompute:
             self._enter_backward()
-        elif not self._frames:
+        elif not self._frames.entered:
             self._open_forward(frame, name)
         else:
             self.lane.check(f"the forward of '{name}'")
-        self._frames.append(frame)
-        between, self._frames[0].between = self._frames[0].between, None
+        self._frames.entered.append(frame)
+        between, self._frames.entered[0].between = self._frames.entered[0].between, None
         if between is not None and between not in units:
             self.order.leave(between)
         for number in units:
@@ -227,38 +235,23 @@ class Engine(Ending):
     @alone
     def exit(self, module: torch.nn.Module, outputs: Any) -> None:
         """End a module's forward: release its units, and end the pass in the outermost module."""
-        if self.gathered is not None or not self._running() or self._frames[-1].module is not module:
+        if self.gathered is not None or not self._frames.running() or self._frames.entered[-1].module is not module:
             return
-        frame = self._undo()
+        frame = self._frames.undo()
         if frame.is_recompute or sys.exception() is not frame.exception:
             # A recomputation saved plain aliases, so the unit stays gathered until its backward ends. Ranks may also
             # fail alone, so nothing is communicated after an exception; the next entry completes the pass.
             return
         for number in frame.taken:
-            if not self.units[number].users and self.units[number].blocks and self._frames:
-                self._frames[0].between = number
+            if not self.units[number].users and self.units[number].blocks and self._frames.entered:
+                self._frames.entered[0].between = number
             elif not self.units[number].users:
                 self.order.leave(number)
-        self.saved.treat(frame.units[-1] if frame.units else self._unit_under_way(), outputs)
+        self.saved.treat(frame.units[-1] if frame.units else self._frames.unit_under_way(), outputs)
         if frame.has_grad:
             hint_begin(outputs, frame.units, self._need_in_backward, self.flights.arrival())
-        if not self._frames:
+        if not self._frames.entered:
             self.order.close()
-
-    def _undo(self) -> Frame:
-        """Undo the local effects of the last entry."""
-        frame = self._frames.pop()
-        for number in frame.taken:
-            self.units[number].users -= 1
-        if frame.has_hooks:
-            self.saved.pop()
-        return frame
-
-    def _running(self) -> list[Frame]:
-        """Return the entered modules; undo entries of calls that ended without hooks, as by a KeyboardInterrupt."""
-        while self._frames and not self._frames[-1].call.is_running():
-            self._undo()
-        return self._frames
 
     def _open_forward(self, frame: Frame, name: str) -> None:
         key, place = self.flights.forward_of(name, has_grad=frame.has_grad)
@@ -275,10 +268,6 @@ class Engine(Ending):
         frame.has_hooks = True
         self.order.open("forward", key, place=place if self.is_sharded else "", holds=frame.has_grad)
 
-    def _unit_under_way(self) -> int:
-        """Return the unit of the innermost running module."""
-        return next((frame.units[-1] for frame in reversed(self._frames) if frame.units), ROOT)
-
     def leave_passes(self, what: str) -> None:
         """Raise inside a forward or a backward, before any change; complete passes that an exception interrupted.
 
@@ -289,6 +278,7 @@ class Engine(Ending):
             raise RuntimeError(f"{self.mesh} {what} inside a forward of the model: leave it first.")
         self.lane.begin(what)
         self.learn()
+        self.await_published()
         self._complete()
 
     def check_outside_backward(self, what: str) -> None:
@@ -304,8 +294,8 @@ class Engine(Ending):
     def _complete(self) -> None:
         """Complete passes that an exception interrupted."""
         if self.order.current is not None:
-            while self._frames:
-                self._undo()
+            while self._frames.entered:
+                self._frames.undo()
             self.saved.forget()
             self.close(self.order.current)
 
@@ -324,7 +314,15 @@ class Engine(Ending):
 
     @alone
     def demand(self, number: int) -> bool:
-        """Gather a unit for code outside its modules until the end of the pass; return False without an open pass."""
+        """Gather a unit for code outside its modules until the end of the pass; return False without an open pass.
+
+        Updated parameters of a unit that stays whole are waited for, inside a pass or not.
+        """
+        if self.units[number].spec.is_whole:
+            if self.order.current is None:
+                self.lane.begin("a read of parameters")
+            self.await_published([number])
+            return True
         if graph_task() != -1 and self.is_sharded:
             self._need_in_backward(number)
             return True
@@ -341,7 +339,7 @@ class Engine(Ending):
     @property
     def _is_in_forward(self) -> bool:
         """Whether a forward pass is open; a backward inside a forward belongs to it, and reduces nothing."""
-        return bool(self._running()) and self.order.current is not None and self.order.current.phase == "forward"
+        return bool(self._frames.running()) and self.order.current is not None and self.order.current.phase == "forward"
 
     def _enter_backward(self) -> None:
         """Open a backward pass at the first event in it."""
@@ -357,6 +355,7 @@ class Engine(Ending):
                 "gradient_checkpointing_enable(gradient_checkpointing_kwargs={'use_reentrant': False})."
             )
         self.learn()
+        self.await_published()
         self._complete()
         self._task = task
         kind, numbers = self.flights.kind_of(task)
@@ -407,7 +406,7 @@ class Engine(Ending):
                 f"'{slot.name}' from its graph. Use torch.autograd.grad(..., create_graph=True), and call backward() "
                 "on a value computed from its results."
             )
-        if self._frames and self._is_in_forward:
+        if self._frames.entered and self._is_in_forward:
             raise RuntimeError(
                 f"{self.mesh} backward() reached '{slot.name}' inside the forward of a sharded model. Use "
                 "torch.autograd.grad there, which does not touch parameters' gradients, or call backward() after the "

@@ -1,16 +1,19 @@
 """Records of forwards and `gathered()` contexts that have begun and not ended.
 
-Owns only the records; `core/engine.py` creates and ends them.
+Owns the records, and takes back what a forward that ended without its hook has done; `core/engine.py` makes them.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import final
 
 import torch
 
+from zeroshard.core.unit import Unit
+from zeroshard.table.schedule import ROOT
 from zeroshard.torch_private import Call
 
-__all__ = ["Frame", "Gathered"]
+__all__ = ["Frame", "Frames", "Gathered"]
 
 
 @final
@@ -28,6 +31,38 @@ class Frame:
     taken: list[int] = field(default_factory=list)
     between: int | None = None
     """In the outermost frame: the unit of several modules that no module uses now, and the next module may use."""
+
+
+@final
+class Frames:
+    """The modules whose forwards have begun, outermost first.
+
+    Args:
+        end_hooks: ends the hooks of saved tensors that the outermost one has begun.
+    """
+
+    def __init__(self, units: Sequence[Unit], end_hooks: Callable[[], object]) -> None:
+        self._units, self._end_hooks = units, end_hooks
+        self.entered: list[Frame] = []
+
+    def undo(self) -> Frame:
+        """Undo the local effects of the last entry."""
+        frame = self.entered.pop()
+        for number in frame.taken:
+            self._units[number].users -= 1
+        if frame.has_hooks:
+            self._end_hooks()
+        return frame
+
+    def running(self) -> list[Frame]:
+        """Return the entered modules; undo entries of calls that ended without hooks, as by a KeyboardInterrupt."""
+        while self.entered and not self.entered[-1].call.is_running():
+            self.undo()
+        return self.entered
+
+    def unit_under_way(self) -> int:
+        """Return the unit of the innermost module."""
+        return next((frame.units[-1] for frame in reversed(self.entered) if frame.units), ROOT)
 
 
 @final

@@ -13,10 +13,11 @@ import torch
 from torch import nn
 
 from zeroshard.core.engine import Engine
+from zeroshard.core.states import Presence
 from zeroshard.torch_private import is_inside_functional_call
 from zeroshard.tree import find
 
-__all__ = ["Eager", "Enter", "Exit", "Hook", "Inert", "Landed", "Registered"]
+__all__ = ["Arrive", "Eager", "Enter", "Exit", "Hook", "Inert", "Landed", "Registered"]
 
 
 class Hook:
@@ -39,7 +40,7 @@ class Eager(Hook):
         """Run it."""
         self._call(*args)
 
-    def _run(self, *args: Any) -> None:
+    def _run(self, *args: Any, **options: Any) -> None:
         raise NotImplementedError
 
 
@@ -86,7 +87,14 @@ class Enter(Eager):
         """The rank as errors name it, such as "[rank 0/2]"."""
         return str(self._engine.mesh)
 
-    def _run(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def __call__(self, *args: Any) -> None:
+        """Run it."""
+        self._call(*args, is_compiled=torch.compiler.is_compiling())
+
+    def _run(self, module: nn.Module, args: Any, kwargs: Any, *, is_compiled: bool = False) -> None:
+        if is_compiled:
+            # A graph reads parameters where no hook runs and no class is asked.
+            self._engine.await_published()
         for one in self._own:
             if id(one.container.get(one.key)) != one.identity:
                 if is_inside_functional_call():
@@ -114,6 +122,28 @@ class Enter(Eager):
                 "whole (stage=2, or parameters='replicated'). Without a backward, use `with zero.gathered():` around "
                 "it, on every rank."
             )
+
+
+@final
+class Arrive(Eager):
+    """Before the forward of a module: waits for its updated parameters.
+
+    Extensions in C++ read parameters whose class is not asked. In a graph of the whole model, whose entry has waited
+    for all, this is no break.
+    """
+
+    def __init__(self, engine: Engine, units: tuple[int, ...]) -> None:
+        super().__init__()
+        self._engine, self._units, self._needed = engine, units, [engine.units[number] for number in units]
+
+    def __call__(self, *args: Any) -> None:
+        """Run it, if there is something to wait for."""
+        for unit in self._needed:
+            if unit.presence is Presence.COMING:
+                self._call()
+
+    def _run(self) -> None:
+        self._engine.await_published(self._units)
 
 
 @final

@@ -9,9 +9,11 @@ Note: two classes
     parameter; only `grad` and `data` are Python properties. While the storage is empty, it is a `ReleasedParameter`:
     every operation that would read values first gathers them (inside a pass) or raises. Changing the class of an object
     keeps its identity, so references in optimizers, hooks and user code stay valid. Reading a tensor without storage
-    crashes the process on a CPU, so no operation may reach it in that state.
+    crashes the process on a CPU, so no operation may reach it in that state. A parameter that stays whole is of the
+    second class, too, while its updated values arrive: a read waits for them.
 """
 
+import copy
 from collections.abc import Callable
 from typing import Any, final
 
@@ -151,7 +153,7 @@ class ReleasedParameter(ShardedParameter):
     def data(self) -> Tensor:
         """The values, gathered on demand inside a pass; raises outside."""
         demand(self, "data")
-        return super().data
+        return self.data  # now of the other class
 
     @data.setter
     def data(self, value: Tensor) -> None:
@@ -159,11 +161,11 @@ class ReleasedParameter(ShardedParameter):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.nn.Parameter:
         demand(self, "deepcopy")
-        return super().__deepcopy__(memo)
+        return copy.deepcopy(self, memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         demand(self, "pickle")
-        return super().__reduce_ex__(protocol)
+        return self.__reduce_ex__(protocol)
 
 
 def demand(parameter: Tensor, what: str) -> None:

@@ -14,7 +14,7 @@ class Presence(Enum):
     RELEASED = auto()
     """This rank has its shard; reads of the parameters raise."""
     COMING = auto()
-    """The full unit is allocated, and its values are being received."""
+    """The full unit is allocated, and its values are being received; reads wait."""
     WHOLE = auto()
     """The full unit is allocated, with its values."""
 

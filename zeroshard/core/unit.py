@@ -79,7 +79,7 @@ class Reduction:
             if scope is Scope.ALL:
                 pending = self.unit.reduce_copies(bucket, own, *self.where, is_ready=is_ready)
             self.copies.append((scope, pending))
-        if not (comm.wire.overlaps_copies and comm.mesh.replicas > 1):
+        if not (comm.wire.overlaps and comm.mesh.replicas > 1):
             return True
         for _, grads, local, _, _ in self.sums:
             grads.drop_full(local)
@@ -134,6 +134,8 @@ class Unit:
         self._known: tuple[list[tuple[bool, bool]], UnitSpec] = [], spec
         self.presence = Presence.WHOLE
         self._pending: list[Waitable] = []
+        self._coming: list[Bucket] = []
+        """The buckets whose values are being received."""
         self.calls = 0
         """Number of calls with gradients whose backward has not ended."""
         self.users = 0
@@ -224,6 +226,7 @@ class Unit:
 
     def start_gather(self, comm: Comm, number: int, where: str, kind: str = "gather") -> None:
         """Start to gather the unit; no effect if it is gathered (another rank requested it again)."""
+        self._coming = self._gathered
         for bucket in self._gathered:
             if self.presence is Presence.RELEASED:
                 bucket.await_update()
@@ -242,10 +245,15 @@ class Unit:
                 else:
                     self._pending[0].wait()
                 self._pending.pop(0)  # an interrupted wait is repeated
-            for bucket in self._gathered:
+            for bucket in self._coming:
                 bucket.tell("wait")
                 bucket.changes.restore()
             self.let_read(Presence.WHOLE)
+
+    def arrive(self) -> None:
+        """Wait for the updated values of a unit that stays whole."""
+        if self.spec.is_whole:
+            self.wait()
 
     def release(self) -> int:
         """Free the memory, and return its bytes; a pending gather is awaited first, because others still send."""
@@ -269,16 +277,23 @@ class Unit:
         if len(self._classes) != len(self.parameters):
             self._classes = [slot.form.classes for slot in self.slots]
         for parameter, classes in zip(self.parameters, self._classes, strict=True):
-            parameter.__class__ = classes[presence is Presence.RELEASED]
+            parameter.__class__ = classes[presence is not Presence.WHOLE]
 
     def publish(self, comm: Comm, number: int, what: str, kind: str, *, is_forced: bool = False) -> list[Pending]:
         """Start to gather updated parameters that are replicated and updated in parts.
 
         Args:
             is_forced: include parameters without an optimizer.
+
+        Returns: what to wait for; nothing where computation overlaps, and reads of the parameters wait.
         """
         due = [b for b in self.buckets if b.spec.is_published and (is_forced or b.has_states)]
-        return [comm.gather(bucket.full, Tag(number, bucket.number, what), kind) for bucket in due]
+        pending = [comm.gather(bucket.full, Tag(number, bucket.number, what), kind) for bucket in due]
+        if is_forced or not pending or not (comm.wire.overlaps and self.spec.is_whole):
+            return pending
+        self._coming, self._pending = due, [*pending]
+        self.let_read(Presence.COMING)
+        return []
 
     # -- gradients --------------------------------------------------------------------------------------------------
 
@@ -357,7 +372,7 @@ class Unit:
             return Pending(partial(bool, is_ready))
         tag, before = Tag(number, bucket.number, what), comm.sent_bytes["replicate"]
         pending = comm.reduce_copies(own, bucket.codec, self.scale, tag, is_ready=is_ready)
-        if not comm.wire.overlaps_copies:
+        if not comm.wire.overlaps:
             pending = Pending(partial(bool, pending.wait()))
         bucket.tell("all-reduce", comm.sent_bytes["replicate"] - before)
         return pending

@@ -181,7 +181,7 @@ def film_of(
         units=specs,
         calls=[Call(numbers["transformer.wte"], parts["embedding"]), *blocks, Call(0, parts["head"])],
         updates=[updates_of(specs, OPTIMIZERS["adam"])],
-        wire=Native(lands_together=False, keeps_buffers=True) if ranks > 1 else Silence(),
+        wire=Native(lands_together=False, keeps_buffers=True, overlaps=False) if ranks > 1 else Silence(),
         device=device,
         dtype=PRECISIONS["paper"].param,
         spans={"shard": device.spread(ranks, run.tensor), "tensor": device.spread(run.tensor)},

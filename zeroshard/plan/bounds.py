@@ -94,8 +94,10 @@ def bound_of(shape: Transformer, options: Options) -> Candidate:
     root_bytes = states["root"].movable_bytes
     movable_bytes = root_bytes + max(sum(n * one.movable_bytes for n, one, _ in units) for units in places)
     passes_s, backward_s = _passes_s(places, options)
+    # What arrives beside the next forward may cost nothing.
+    is_awaited = not (wire_of(options).overlaps and options.system.publishes_beside)
     updates = [
-        (sum(n * one.publish_s for n, one, _ in units), sum(n * one.moved_bytes for n, one, _ in units))
+        (is_awaited * sum(n * one.publish_s for n, one, _ in units), sum(n * one.moved_bytes for n, one, _ in units))
         for units in places
     ]
     dtype = options.formats.param

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from zeroshard.core.engine import Engine
-from zeroshard.core.hooks import Enter, Exit, Hook, Landed, Registered
+from zeroshard.core.hooks import Arrive, Enter, Exit, Hook, Landed, Registered
 from zeroshard.core.norms import IGNORED
 from zeroshard.core.parameter import ShardedParameter
 from zeroshard.core.slot import slot_of
@@ -42,8 +42,7 @@ def wire(engine: Engine, described: Described) -> dict[nn.Module, tuple[Enter, E
     model, parts, plans = described.model, described.parts, described.plans
     entries: dict[nn.Module, tuple[str, tuple[int, ...]]] = {part: (name, ()) for part, name in parts.items()}
     for unit, plan in zip(engine.units, plans, strict=True):
-        # Otherwise only the model needs an event; its entry checks and completes passes.
-        for module, name in plan.entries.items() if engine.has_frames else ():
+        for module, name in plan.entries.items():
             known = entries.get(module, ("", ()))[1]
             entries[module] = (parts.get(module, name), (*known, unit.number))
     called = [*parts, *(module for plan in plans for module in plan.entries)]
@@ -71,6 +70,11 @@ def _hang(
     engine.undo.add(additions.end)
     hooks, added = {}, additions.first
     for module, (name, units) in entries.items():
+        if module not in parts and not engine.has_frames:
+            # Only the model needs an event: its entry checks and completes passes.
+            if engine.comm.wire.overlaps:
+                keep(module.register_forward_pre_hook(Arrive(engine, units), prepend=True))
+            continue
         checked = (own, added) if module in parts else ()
         enter, leave = hooks[module] = Enter(engine, name, units, *checked), Exit(engine)
         keep(module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
@@ -212,6 +216,7 @@ class RefuseSave(Hook):
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         """Raise unless parameters are gathered."""
         self._engine.learn()
+        self._engine.await_published()
         if self._engine.gathered is None and not self._is_whole:
             raise RuntimeError(
                 f"{self._engine.mesh} state_dict() outside gathered() would not hold full parameters, because they are "

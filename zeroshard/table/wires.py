@@ -25,8 +25,9 @@ class Wire(ABC):
     """Whether ranks of one replica read each other's memory, without buffers for received messages."""
     lands_together: bool = False
     """Whether the gradients of a unit are copied together when complete: fewer launches, memory of one more unit."""
-    overlaps_copies: bool = False
-    """Whether sums over replicas are waited for one unit later, with computation beside them."""
+    overlaps: bool = False
+    """Whether the host waits for no collective: sums over replicas end one unit later, updated parameters at their
+    next use, with computation beside them."""
     keeps_buffers: bool = True
     """Whether buffers stay in the pool after their use: fresh pages of host memory cost more than the copy to them."""
     wire_bytes: int = WIRE_BYTES
@@ -112,7 +113,7 @@ class Native(Wire):
 
     lands_together: bool = True
     keeps_buffers: bool = False
-    overlaps_copies: bool = True
+    overlaps: bool = True
 
     def among_shards(self, bucket: BucketSpec) -> list[Message]:
         return self._converted(bucket, bucket.layout.shard_numel, bucket.layout.world_size)
@@ -144,8 +145,8 @@ class Reducing:
     def start(self, buckets: Sequence[BucketSpec], given: Sequence[Buffer]) -> None:
         """Start the reduction of a unit, whose gradients are in `given`."""
         wire, self._buckets, self._given = self._wire, buckets, [*given]
-        self._sums = self._taken(wire.apart) if wire.overlaps_copies else []
-        self._messages = self._taken(wire.among_shards if wire.overlaps_copies else wire.reduction)
+        self._sums = self._taken(wire.apart) if wire.overlaps else []
+        self._messages = self._taken(wire.among_shards if wire.overlaps else wire.reduction)
         if wire.is_in_place:
             self.advance()
 
@@ -153,7 +154,7 @@ class Reducing:
         """Finish the sums over replicas; where there are sums within a replica, start theirs over replicas."""
         self._give(self._messages)
         before = self._copied + self._given
-        self._copied = self._sums + (self._taken(self._wire.among_copies) if self._wire.overlaps_copies else [])
+        self._copied = self._sums + (self._taken(self._wire.among_copies) if self._wire.overlaps else [])
         self._give(before)
         self._given, self._messages, self._sums, self._buckets = [], [], [], ()
 

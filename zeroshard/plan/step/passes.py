@@ -16,6 +16,7 @@ from zeroshard.plan.step.landing import Landing
 from zeroshard.plan.step.rank_job import Job
 from zeroshard.plan.step.script import MARKS, Entry
 from zeroshard.plan.step.storages import Storages
+from zeroshard.plan.step.updating import note_arrival
 from zeroshard.table.schedule import Action
 from zeroshard.table.spec import UnitSpec, itemsize
 from zeroshard.table.step import Phase, Steady
@@ -46,6 +47,8 @@ class Passes:
         self._job, self._clock, self._storages, self._elsewhere = job, clock, storages, elsewhere
         self.landing = Landing(job, clock, storages, elsewhere)
         self._whole: dict[int, _Whole] = {}
+        self.arrivals: dict[int, float] = {}
+        """When units that the step before has published are there."""
         self.numbers: dict[int, int] = {}
         """The storages of the model's tensors, of the micro-batch that is played."""
         self.has_graph = True
@@ -76,6 +79,9 @@ class Passes:
             if one.kind == "complete":
                 self.landing.copy(spec)
             self._act(next(marked), steady, phase)
+            if one.kind == "need" and unit in self.arrivals:
+                self._clock.wait(spec.name or "the root", self.arrivals.pop(unit))
+                note_arrival(self._clock, spec)
             if one.kind == "need" and unit in self._whole:
                 name, whole = spec.name or "the root", self._whole[unit]
                 self._clock.wait(f"{name} on the bus", whole.brought_s, is_offload=True)

@@ -16,7 +16,7 @@ from zeroshard.plan.step.piped import Place
 from zeroshard.plan.step.rank_job import Border, Job
 from zeroshard.plan.step.staging import buffer_bytes, file_staging_bytes
 from zeroshard.plan.step.storages import Storages
-from zeroshard.plan.step.updating import update
+from zeroshard.plan.step.updating import published_before, update
 from zeroshard.table.spec import itemsize
 from zeroshard.table.step import Phase as PassPhase
 from zeroshard.table.step import Steady
@@ -145,6 +145,7 @@ class _Rank:
         job, clock = self._job, self._clock
         before = self.before(is_first=is_first)
         self._make_kept("start")
+        self._passes.arrivals = {} if is_first else published_before(job, clock)
         phases: list[Phase] = []
         count = min(job.micro_batches, MOST_MICRO_BATCHES)
         repeated = Counter[tuple[str, str]]()

@@ -39,6 +39,7 @@ class System:
         bucket_bytes: memory that holds a second copy of all gradients for their exchange (-1), or buffers of so many
             bytes.
         publishes_flat: whether updated parameters are copied to one buffer, and gathered into another.
+        publishes_beside: whether updated parameters arrive beside the next forward, where a transport overlaps.
         has_parameter_states: whether the optimizer has states for each parameter, not for each unit.
         probed_bytes: what the program takes, in pieces of 1 GiB, and gives back before it builds the model.
         workspaces_bytes: of the libraries of matrix products, for the thread of the forward and that of the backward.
@@ -71,6 +72,7 @@ class System:
     keeps_gradients: bool = False
     bucket_bytes: int = 0
     publishes_flat: bool = False
+    publishes_beside: bool = True
     has_parameter_states: bool = False
     probed_bytes: int = 0
     workspaces_bytes: int = 0

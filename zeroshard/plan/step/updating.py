@@ -19,7 +19,7 @@ from zeroshard.table.spec import UnitSpec, itemsize
 from zeroshard.table.step import update_actions
 from zeroshard.table.trace import Event, event_of
 
-__all__ = ["update"]
+__all__ = ["note_arrival", "published_before", "update"]
 
 
 def update(job: Job, clock: Clock, storages: Storages, elsewhere: Elsewhere, used: Collection[int]) -> None:
@@ -50,19 +50,42 @@ def update(job: Job, clock: Clock, storages: Storages, elsewhere: Elsewhere, use
         if kind == "step":
             for unit, until_s in pending:
                 clock.wait(unit.name, until_s)
-                for _ in filter(attrgetter("is_published"), unit.buckets):
-                    clock.note("wait", unit.name)
+                note_arrival(clock, unit)
             pending.clear()
             clock.tick(Event(0, "step", "step", "", 0))
             for storage in flat:
                 storages.drop(storage)
             continue
         unit = job.units[number].updated(updated)
-        nbytes = sum(b.layout.full_numel * itemsize(b.formats.param) for b in unit.buckets if b.is_published)
         clock.tick(event_of(unit, 0, "step", kind, Record()))
         clock.free_s["gather"] = max(clock.free_s["gather"], clock.now_s)
-        if not flat:
-            pending.append((unit, clock.collect("gather", unit.name, [("gather", nbytes, "shard")])))
+        if not flat and not _is_beside(job, unit):
+            pending.append((unit, _publish(clock, unit)))
+
+
+def published_before(job: Job, clock: Clock) -> dict[int, float]:
+    """Publish what the update of the step before publishes beside this step; return when each unit arrives."""
+    optimizers = [one.buckets for one in job.updates]
+    updated = frozenset[int]().union(*optimizers)
+    units = [job.units[number].updated(updated) for kind, number in update_actions(job.units, optimizers)
+             if kind == "publish"]  # fmt: skip
+    return {unit.number: _publish(clock, unit) for unit in units if _is_beside(job, unit)}
+
+
+def note_arrival(clock: Clock, unit: UnitSpec) -> None:
+    """Note the wait for each published bucket."""
+    for _ in filter(attrgetter("is_published"), unit.buckets):
+        clock.note("wait", unit.name)
+
+
+def _is_beside(job: Job, unit: UnitSpec) -> bool:
+    """Whether the updated parameters of a unit arrive beside the next forward, as `Unit.publish` has them."""
+    return job.wire.overlaps and job.system.publishes_beside and unit.is_whole
+
+
+def _publish(clock: Clock, unit: UnitSpec) -> float:
+    nbytes = sum(b.layout.full_numel * itemsize(b.formats.param) for b in unit.buckets if b.is_published)
+    return clock.collect("gather", unit.name, [("gather", nbytes, "shard")])
 
 
 def _publish_flat(job: Job, clock: Clock, storages: Storages) -> list[int]:
