@@ -167,11 +167,13 @@ def refused(kind: str, stage: int, name: str) -> list[str]:
                         run.optimizer.step()
                         place = "zero_grad"
                         run.optimizer.zero_grad()
+                        place = "backward"
+                        run.backward(step)
                         wrong.append(f"step {step}: no error")
                     except RuntimeError as error:
                         text = str(error)
                     is_late = kind == "device" and name in TAKE_FLAGS
-                    if place != ("zero_grad" if is_late else "step"):
+                    if place != ("backward" if is_late else "step"):
                         wrong.append(f"step {step}: the error came in {place}")
                     if "The gradient of 'second.weight' is not finite; nothing was changed on any rank" not in text:
                         wrong.append(f"step {step}: {text}")
@@ -269,9 +271,9 @@ def test_large_gradients_of_any_dtype_are_finite(stage: int) -> None:
     for factor, is_fine in ((3.3e38, True), (1e39, False)):
         model(torch.full((3,), factor, dtype=torch.float64)).sum().backward()
         optimizer.step()
+        optimizer.zero_grad()
         with contextlib.nullcontext() if is_fine else pytest.raises(RuntimeError, match="'narrow' is not finite"):
-            optimizer.zero_grad()
-    optimizer.zero_grad()
+            zero.agree(True)
     with zero.gathered():
         assert float(model.wide[0].detach()) == pytest.approx(0.67)
 
@@ -420,6 +422,8 @@ def reads(tmp_path: Path) -> dict[str, Callable[[Trained], Any]]:
 
 
 READS = tuple(reads(Path()))
+LATER = (*(name for name in READS if "zero_grad" in name), "p.grad", "p.grad = None", "forward", "no-grad forward")
+"""What needs no answer before the next backward: a device would have to wait for the host after it."""
 
 
 # A graph from before a step cannot be used after it, and at stage 3 no parameter can be read outside one.
@@ -431,9 +435,26 @@ def test_what_reads_state_learns_of_a_skipped_step_first(tmp_path: Path, what: s
     run.backward(0, is_bad=True)
     run.optimizer.step()
     assert log == ["copied"]
-    with pytest.raises(RuntimeError, match=r"'second\.weight' is not finite; nothing was changed"):
+    if what in LATER:
         reads(tmp_path)[what](run)
+        assert log == ["copied"]
+    with pytest.raises(RuntimeError, match=r"'second\.weight' is not finite; nothing was changed"):
+        run.backward(1) if what in LATER else reads(tmp_path)[what](run)
     assert log == ["copied", "read"]
+
+
+@pytest.mark.product
+@pytest.mark.parametrize(("what", "stage"), [(what, stage) for what in LATER for stage in (0, 3)])
+def test_with_a_loss_scale_what_follows_reads_it_first(tmp_path: Path, what: str, stage: int) -> None:
+    with memory_of("device") as log:
+        run = Trained(stage, lambda params: torch.optim.AdamW(params, lr=0.01), precision="fp16")
+    run.backward(0, is_bad=True)
+    run.optimizer.step()
+    before = run.zero._engine.loss_scale.value
+    assert log == ["copied"]
+    reads(tmp_path)[what](run)
+    assert log == ["copied", "read"]
+    assert run.zero._engine.loss_scale.value == before / 2
 
 
 def test_an_average_is_not_moved_by_a_skipped_step() -> None:
@@ -472,13 +493,15 @@ def test_a_step_waits_for_nothing_before_the_update(stage: int, precision: str) 
     run.optimizer.register_step_post_hook(lambda *_: log.append("updated"))
     for step in range(4):
         log.clear()
+        # With a loss scale, the next forward follows from the answer; otherwise the next backward is soon enough.
+        first, last = (["read"] if step else [], []) if precision == "fp32" else ([], ["read"])
         with Launches() as launches:
             run.backward(step)
-            assert log == []
+            assert log == first
             run.optimizer.step()
-            assert log == ["copied", "updated"]
+            assert log == [*first, "copied", "updated"]
             run.optimizer.zero_grad()
-        assert log == ["copied", "updated", "read"]
+        assert log == [*first, "copied", "updated", *last]
         assert launches.waits == []
     assert run.zero._engine.guard.waits == 0
 

@@ -125,7 +125,7 @@ class Engine(Ending):
             RuntimeError: gradients were not finite, without a loss scale; nothing was changed.
         """
         self._await_update()
-        self._read_answer()
+        self.read_answer(is_needed=True)
 
     @alone
     def await_published(self, numbers: Iterable[int] | None = None) -> None:
@@ -161,8 +161,12 @@ class Engine(Ending):
         """
         self._await_update, self.order.check_update = wait, check
 
-    def _read_answer(self) -> None:
-        if self.unread is not None:
+    def read_answer(self, *, is_needed: bool) -> None:
+        """Read whether the last update was skipped, if this is needed now, or if the loss scale follows from it.
+
+        The host would wait for the end of the last backward, and the device for the host.
+        """
+        if self.unread is not None and (is_needed or self.loss_scale is not None):
             read, self.unread = self.unread, None
             read()
 
@@ -200,7 +204,7 @@ class Engine(Ending):
             self.check_forward(name, inputs)
             self.lane.begin(f"the forward of {type(module).__name__}")
             # When gathered, units wait for their own part of an update in the background.
-            self._read_answer()
+            self.read_answer(is_needed=False)
             self._complete()
             if name in self.flights.parts:
                 # Evaluation that leaves gradients on must be possible on one rank alone.
@@ -454,7 +458,7 @@ class Engine(Ending):
         if not is_forgotten:
             self.check_caller()
         # An update in the background uses its gradients until it ends.
-        (self._read_answer if is_forgotten else self.learn)()
+        self.read_answer(is_needed=False) if is_forgotten else self.learn()
         self.catch_up()
         self._norms.forget()
 

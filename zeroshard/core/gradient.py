@@ -212,7 +212,7 @@ class MasterSlice(torch.nn.Parameter):
         slot: Slot = self.__dict__["_zeroshard"]
         grads, index = slot.bucket.grads, slot.index
         if (owner := slot.owner()) is not None and owner.unread is not None:
-            owner.learn()
+            owner.read_answer(is_needed=False)
         if grads.sums[index] is not USED and grads.own[index] is not SENT and not slot.has_grad:
             return None
         if owner is not None and owner.is_skipping:
@@ -262,7 +262,7 @@ def read(slot: Slot) -> Tensor | None:
     """Return the value of `parameter.grad`: None, a view of a fully held gradient, or a logical gradient."""
     grads, index = slot.bucket.grads, slot.index
     if (owner := slot.owner()) is not None and owner.unread is not None:
-        owner.learn()  # before a change: the gradient may be the only evidence of the cause
+        owner.read_answer(is_needed=False)
     if grads.sums[index] is not USED and grads.own[index] is not SENT and not slot.has_grad:
         return None
     is_plain = slot.is_whole

@@ -9,8 +9,10 @@ Note: two guards
     the host launches the update. So `DeviceGuard` keeps the result on the device: a flag for each parameter, reduced
     with a maximum over ranks. torch's fused kernels take the flag (`found_inf`), and change nothing if it is 1. An
     asynchronous copy of the flags, with an event before the update, lets the host read them while the update runs. Code
-    that reads states, changes gradients or ends the program reads the flags first (`Engine.learn`). The flags identify
-    parameters, so the error needs no collective, and each rank may read them at any time. For an optimizer without a
+    that reads states, changes gradients, begins a backward or ends the program reads the flags first (`Engine.learn`);
+    a forward and `zero_grad()` do so only with a loss scale, which may change: the host would wait for the end of the
+    last backward there, and the device then for the host. The flags identify parameters, so the error needs no
+    collective, and each rank may read them at any time. For an optimizer without a
     flag, the host reads the flags before the update, which is a wait in each step.
 Note: the first step of SGD
     torch's fused SGD allocates its momentum buffers in the first step with undefined content, which a skipped kernel

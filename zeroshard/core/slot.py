@@ -41,6 +41,9 @@ class Owner(Protocol):
     def learn(self) -> None:
         """Read whether the last update was skipped, if the host does not know yet."""
 
+    def read_answer(self, *, is_needed: bool) -> None:
+        """The same, at once if it is needed now, or if the loss scale follows from it."""
+
     def demand(self, number: int) -> bool:
         """Gather a unit for code outside its modules; return False without an open pass."""
 
