@@ -32,10 +32,12 @@ MODELS: Final = (
 PLACES: Final[Mapping[str, zs.Offload | None]] = MappingProxyType(
     {
         "all on the device": None,
-        "states on the host": zs.Offload(),
-        "states and parameters on the host": zs.Offload(parameters=1.0),
-        "states in files": zs.Offload(to="/scratch"),
-        "states in files, parameters on the host": zs.Offload(parameters=1.0, to="/scratch", parameters_to="host"),
+        "states on the host": zs.Offload(gradients=0),
+        "states and gradients on the host": zs.Offload(),
+        "all on the host": zs.Offload(parameters=1.0),
+        "states in files": zs.Offload(gradients=0, to="/scratch"),
+        "states in files, gradients on the host": zs.Offload(to="/scratch"),
+        "states in files, all else on the host": zs.Offload(parameters=1.0, to="/scratch", parameters_to="host"),
         "states and parameters in files": zs.Offload(parameters=1.0, to="/scratch"),
     }
 )

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 import zeroshard as zs
 from zeroshard.describe.asked import Asked, Resolved, choose, resolve
 from zeroshard.describe.axes import ranks_of
-from zeroshard.describe.offload import Offload, choices_for, row_with
+from zeroshard.describe.offload import Offload, choices_for, first_of, row_with
 from zeroshard.describe.treatments import activations_of
 from zeroshard.plan.plan_commands import add_commands
 from zeroshard.plan.search import Search
@@ -274,20 +274,29 @@ def test_two_numbers_of_places_or_of_tensor_ranks_are_refused() -> None:
 
 
 def chosen(fitting: set[tuple[Residency, Offload | None]], **asked: Any) -> tuple[Residency, Offload | None, bool]:
-    return choose(resolve(Asked(**asked), 4), lambda *one: one in fitting, shares_memory=False)
+    def fits(row: Residency, offload: Offload | None) -> bool:
+        return (row, offload) in fitting
+
+    def offload_for(row: Residency) -> tuple[Offload | None, bool]:
+        return first_of(choices_for(row), lambda offload: fits(row, offload))
+
+    return choose(resolve(Asked(**asked), 4), fits, offload_for, shares_memory=False)
 
 
 def test_the_first_row_that_fits_is_chosen_and_then_the_least_offload() -> None:
     rows = [row_of_stage(stage) for stage in range(4)]
     assert chosen({(rows[1], None), (rows[3], None)}, stage="auto")[0] == rows[1]
     assert chosen(set(), stage="auto") == (rows[3], None, True)
-    choices = choices_for(rows[3])
-    for least in (1, 50, 150, 200):
+    kept, moved, also = choices_for(rows[3])
+    assert (kept[0], kept[-1], moved[0]) == (None, Offload(gradients=0), Offload(gradients=0))
+    assert (moved[-1], also[0], also[-1]) == (Offload(), Offload(), Offload(parameters=1.0))
+    choices = [*kept, *moved[1:], *also[1:]]
+    for least in (1, 50, 150, 200, 250, 300):
         fitting = {(rows[3], one) for one in choices[least:]}
         assert chosen(fitting, stage="auto", offload="auto") == (rows[3], choices[least], True)
     assert chosen(set(), stage="auto", offload="auto") == (rows[3], choices[-1], False)
     # The offload is for the stage, not the stage for the offload.
-    everything = {(row, one) for row in rows for one in choices_for(row)[1:]}
+    everything = {(row, one) for row in rows for chain in choices_for(row) for one in chain if one is not None}
     assert chosen(everything, stage="auto", offload="auto") == (rows[3], choices[1], True)
 
 
@@ -300,7 +309,11 @@ def test_rows_that_cannot_have_what_is_asked_are_not_tried() -> None:
 
 def test_one_memory_of_device_and_host_moves_nothing() -> None:
     resolved = resolve(Asked(stage=3, offload="auto"), 4)
-    assert choose(resolved, lambda *_: False, shares_memory=True) == (row_of_stage(3), None, True)
+    assert choose(resolved, lambda *_: False, lambda row: (Offload(), True), shares_memory=True) == (
+        row_of_stage(3),
+        None,
+        True,
+    )
 
 
 def test_the_rank_behind_the_last_one_is_not_there() -> None:

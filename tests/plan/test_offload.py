@@ -3,8 +3,11 @@
 Owns what a plan says of other memories beside what real runs hold there; `benchmarks/predicted.py` has peaks.
 """
 
+import dataclasses
+import itertools
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +18,9 @@ from tests.engine import test_offload_files as runs
 from tests.oracle import STAGES_AT, WATCHDOG_S, run_cases
 from tests.rotation import third
 from zeroshard.plan.named import OPTIMIZERS, updates_of
+from zeroshard.plan.shape.shapes import shape_of
 from zeroshard.plan.step.staging import buffer_bytes, file_staging_bytes
+from zeroshard.plan.trying import candidate_of
 
 CPU = zs.Device("cpu", {"float32": 1e11}, 8 * 10**9, 1e10, 1e10, 1e10, 1e10, multiprocessors=1)
 STAGING_BYTES = 1 << 16
@@ -109,3 +114,31 @@ def test_buffers_of_files_take_what_is_planned(
     made = [home._buffers.get(timeout=1).memory.nbytes for _ in range(2)]
     assert home._buffers.empty()
     assert sum(made) == buffer_bytes(units, is_cpu=True)
+
+
+@pytest.mark.rotates
+@pytest.mark.parametrize(
+    ("model", "asked"),
+    [
+        ("gpt2-xl", {"device": "l4", "stage": 2, "seq": 1024, "activations": "recompute", "micro_batches": 2}),
+        ("gpt2-xl", {"device": "rtx4090", "stage": 3, "seq": 512, "activations": "recompute", "micro_batches": 4}),
+    ],
+)
+def test_the_offload_auto_is_as_fast_as_any_in_tenths(model: str, asked: dict[str, Any]) -> None:
+    """Beside all states and parameters in tenths, gradients on the device and with their states."""
+    found = zs.plan(model, world_size=1, offload="auto", **asked)
+    assert found.verdict == "fits"
+    assert found.asked.offload is not None
+    parts = range(11 if asked["stage"] == 3 else 1)
+    tries = [
+        zs.Offload(states=states / 10, gradients=gradients, parameters=parameters / 10)
+        for states, parameters, gradients in itertools.product(range(11), parts, (0, None))
+    ]
+    shape = shape_of(model)
+    made = [candidate_of(shape, dataclasses.replace(found.asked, offload=one)) for one in tries]
+    fitting = sorted((one for one in made if one.verdict == "fits"), key=lambda one: one.step_s)
+    # The allocator may need more than a simulation says, so that the fastest do not fit.
+    plans = (zs.plan(model, world_size=1, offload=one.options.offload, **asked) for one in fitting)
+    fastest = next(plan for plan in plans if plan.verdict == "fits")
+    assert found.step_s <= 1.03 * fastest.step_s
+    assert len(fitting) < len(made)

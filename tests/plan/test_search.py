@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 import zeroshard as zs
-from zeroshard.describe.offload import choices_for
 from zeroshard.plan.machine.hardware import Cost
 from zeroshard.plan.machine.presets import DEVICES
 from zeroshard.plan.planning import plan_shape
@@ -17,6 +16,7 @@ from zeroshard.plan.shape.tape import Instruction, Parts, coarse
 from zeroshard.plan.step.clock import Clock
 from zeroshard.plan.step.system import ZEROSHARD
 from zeroshard.plan.trying import candidate_of
+from zeroshard.table.cells import Residency
 
 SMALL = {"device": "a100-40", "seq": 1024, "batches": (1, 4), "tensors": (1, 2), "pipes": (1,)}
 
@@ -150,9 +150,19 @@ def test_a_candidate_takes_as_long_as_its_plan_where_the_host_is_behind_in_a_par
 ONE: dict[str, Any] = {"world_size": 1, "seq": 2048, "batches": (1, 4), "tensors": (1,), "activations": ("recompute",)}
 
 
+def in_tenths(row: Residency) -> list[zs.Offload]:
+    """Return states and parameters in tenths, with gradients on the device and with their states."""
+    return [
+        zs.Offload(states=states / 10, gradients=gradients, parameters=parameters / 10)
+        for states in range(1, 11)
+        for parameters in range(11 if row.cuts_parameters else 1)
+        for gradients in (0, None)
+    ]
+
+
 @pytest.mark.rotates
 def test_offload_is_the_best_where_nothing_fits_without() -> None:
-    """The fastest of all offloads of all configurations, by brute force in tenths, is not faster."""
+    """The fastest of all offloads of all configurations, by brute force in tenths, is hardly faster."""
     found = zs.search("llama-3.2-3b", device="rtx5090", stages=(2, 3), **ONE)
     best = found.best[1]
     assert best is not None
@@ -164,13 +174,14 @@ def test_offload_is_the_best_where_nothing_fits_without() -> None:
         candidate_of(found.model, dataclasses.replace(one.options, offload=offload))
         for one in found.candidates
         if one.options.offload is None
-        for offload in choices_for(one.options.row)[10::10]
+        for offload in in_tenths(one.options.row)
     ]
     bounds = {one.options: one.passes_s for one in found.candidates}
     assert all(one.step_s >= bounds[dataclasses.replace(one.options, offload=None)] for one in tries)
-    faster = [one for one in tries if one.verdict == "fits" and one.tokens_per_s > best.tokens_per_s]
+    # A fifth of the parameters is the least that a search moves.
+    faster = [one for one in tries if one.verdict == "fits" and one.tokens_per_s > 1.03 * best.tokens_per_s]
     whole = [plan_shape(found.model, one.options) for one in faster]
-    assert all(plan.verdict != "fits" or plan.tokens_per_s <= best.tokens_per_s for plan in whole)
+    assert all(plan.verdict != "fits" for plan in whole)
     assert 0 < sum(one.verdict == "fits" for one in tries) < len(tries)
     assert found.offloads_tried < len(tries)
 

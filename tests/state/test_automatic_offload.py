@@ -38,10 +38,21 @@ def kept(zero: zs.Zero) -> int:
     return sum(nbytes for name, nbytes in zero.memory().predicted_bytes.items() if name not in ("host", "file"))
 
 
-@pytest.mark.parametrize(("bytes_per_parameter", "states"), [(None, 0.0), (17, 0.0), (12, 1 / 3), (9, 0.6), (4.5, 1.0)])
-def test_only_what_does_not_fit_is_moved(bytes_per_parameter: float | None, states: float) -> None:
+@pytest.mark.parametrize(
+    ("bytes_per_parameter", "states", "gradients"),
+    [
+        (None, 0.0, ""),
+        (17, 0.0, ""),
+        (12, 1 / 2, "device"),
+        (9, 7 / 8, "device"),
+        (7, 3 / 4, "host"),
+        (4.5, 1.0, "host"),
+    ],
+)
+def test_only_what_does_not_fit_is_moved(bytes_per_parameter: float | None, states: float, gradients: str) -> None:
     zero = sharded(0, bytes_per_parameter)
-    # One rank in fp32: 4 bytes stay, and of 12 bytes of states and gradients a part goes, in whole matrices.
+    # One rank in fp32: 4 bytes stay; of 8 bytes of states, or of 12 with gradients, a part goes, in whole matrices.
+    assert not states or zero.residency.gradients.memory == gradients
     assert abs(moved_part(zero) - states) <= 1.5 / DEPTH
     if bytes_per_parameter is not None:
         assert kept(zero) <= bytes_per_parameter * NUMEL

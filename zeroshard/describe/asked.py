@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any, final
 
 from zeroshard.describe.axes import Axes, axes_of
-from zeroshard.describe.offload import AUTO, Offload, OffloadLike, choices_for, least_of, offload_of, row_with
+from zeroshard.describe.offload import AUTO, Offload, OffloadLike, offload_of, row_with
 from zeroshard.describe.parameters import ParametersLike, row_with_parameters
 from zeroshard.describe.precision_names import NAMES, precision_name
 from zeroshard.describe.rows import StageLike, row_of
@@ -43,14 +43,14 @@ class Resolved:
     Args:
         rows: the row of the residency table; for stage "auto", the rows to try, in order.
         offload: the offload; None also for "auto".
-        is_least: whether the least offload that fits is to be chosen.
+        is_auto: whether the offload is to be chosen.
         precision: the name of a precision; any other value as the caller wrote it.
         axes: name and size of each axis of the ranks.
     """
 
     rows: tuple[Residency, ...]
     offload: Offload | None
-    is_least: bool
+    is_auto: bool
     precision: Any
     axes: Axes
 
@@ -66,8 +66,8 @@ def resolve(asked: Asked, world_size: int, *, tensor: int = 1, precisions: Colle
         ValueError, TypeError: an argument is unknown, or contradicts another one; the text says which.
     """
     precision, axes = precision_name(asked.precision, precisions), axes_of(asked.mesh, world_size, tensor)
-    is_least = isinstance(asked.offload, str) and asked.offload == AUTO
-    offload = None if is_least else offload_of(asked.offload)
+    is_auto = isinstance(asked.offload, str) and asked.offload == AUTO
+    offload = None if is_auto else offload_of(asked.offload)
     row = row_of(asked.stage, asked.residency, asked.activations)
     cell, refusal, rows = activations_of(asked.activations), None, list[Residency]()
     for one in [row] if row is not None else [replace(one, activations=cell) for one in STAGES.values()]:
@@ -80,23 +80,28 @@ def resolve(asked: Asked, world_size: int, *, tensor: int = 1, precisions: Colle
     if refusal is not None and not rows:
         raise refusal
     return Resolved(
-        tuple(dict.fromkeys(rows)), offload, is_least, asked.precision if precision is None else precision, axes
+        tuple(dict.fromkeys(rows)), offload, is_auto, asked.precision if precision is None else precision, axes
     )
 
 
 def choose(
-    resolved: Resolved, fits: Callable[[Residency, Offload | None], bool], *, shares_memory: bool
+    resolved: Resolved,
+    fits: Callable[[Residency, Offload | None], bool],
+    offload_for: Callable[[Residency], tuple[Offload | None, bool]],
+    *,
+    shares_memory: bool,
 ) -> tuple[Residency, Offload | None, bool]:
-    """Choose what is "auto": the first row that fits, or the last one, and for it the least offload that fits.
+    """Choose what is "auto": the first row that fits, or the last one, and for it the offload.
 
     Args:
         fits: returns whether a row and an offload fit.
+        offload_for: returns the offload "auto" of a row, and whether it fits.
         shares_memory: whether device and host share one memory, so that offload "auto" moves nothing.
 
-    Returns: the row, the offload, and whether the least offload fits; True if there is nothing to choose.
+    Returns: the row, the offload, and whether the offload fits; True if there is nothing to choose.
     """
     *others, last = resolved.rows
     row = next((one for one in others if fits(one, resolved.offload)), last)
-    if not resolved.is_least or shares_memory:
+    if not resolved.is_auto or shares_memory:
         return row, resolved.offload, True
-    return row, *least_of(choices_for(row), lambda offload: fits(row, offload))
+    return row, *offload_for(row)

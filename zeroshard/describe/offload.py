@@ -17,10 +17,13 @@ from zeroshard.table.whole import ELEMENTWISE
 
 __all__ = [
     "AUTO",
+    "HOST",
     "Offload",
     "OffloadLike",
+    "PARTS",
     "check_in_files",
     "choices_for",
+    "first_of",
     "least_of",
     "offload_of",
     "reached",
@@ -157,12 +160,26 @@ def offload_of(asked: OffloadLike) -> Offload | None:
     raise TypeError(f"offload= takes 'host', a folder, a zs.Offload or None; got {asked!r}.")
 
 
-def choices_for(row: Residency) -> list[Offload | None]:
-    """Return the candidates of `offload="auto"`, smallest first: none, states with gradients, then also parameters."""
+def choices_for(row: Residency) -> list[list[Offload | None]]:
+    """Return the candidates of `offload="auto"` where only memory is known, as chains, in the order of trial.
+
+    Each choice of a chain leaves no more on the device than the one before it: nothing and states, whose gradients stay
+    on the device; states with their gradients; also parameters. A chain begins with the last choice of the one before.
+    """
     fractions = [part / PARTS for part in range(1, PARTS + 1)]
-    moved = [Offload(states=fraction) for fraction in fractions]
-    moved += [Offload(parameters=fraction) for fraction in fractions] if row.cuts_parameters else []
-    return [None, *moved]
+    kept = [None, *(Offload(states=fraction, gradients=0) for fraction in fractions)]
+    moved = [kept[-1], *(Offload(states=fraction) for fraction in fractions)]
+    also = [moved[-1], *(Offload(parameters=fraction) for fraction in fractions)]
+    return [kept, moved, also] if row.cuts_parameters else [kept, moved]
+
+
+def first_of(chains: Iterable[Sequence[Choice]], fits: Callable[[Choice], bool]) -> tuple[Choice, bool]:
+    """Return the least choice of the first chain in which one fits, and True; otherwise the last choice, and False."""
+    for chain in chains:
+        found = least_of(chain, fits)
+        if found[1]:
+            break
+    return found
 
 
 def least_of(choices: Sequence[Choice], fits: Callable[[Choice], bool | None]) -> tuple[Choice, bool]:

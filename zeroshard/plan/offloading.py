@@ -8,27 +8,38 @@ Note: the order of trials
     bound of its time, as are its last backward and the update, on the host, of as much as has no room. The search tries
     configurations by this bound, fastest first, and stops when the bound is not below the time of the fastest plan so
     far. It skips a configuration that fits without offload, and one that would not fit even if everything that offload
-    can move took no memory. For each of the others it looks for the smallest offload that fits, with the choices and
-    the binary search of `offload="auto"` (`describe/offload.py`). At stage 3 it also tries all states with parameters
-    in steps of a tenth. The fastest choice that fits is taken.
+    can move took no memory. For each of the others it takes the fastest offload that fits, as `offload="auto"` of a
+    plan does: with each fifth of the parameters, and with gradients on the device or with their states, it looks for
+    the least states that must move by a binary search, unless no offload with these can be faster than the fastest so
+    far.
 """
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from functools import cache
+from itertools import product
+from operator import itemgetter
 from typing import Final, NamedTuple
 
-from zeroshard.describe.offload import PARTS, choices_for, least_of
+from zeroshard.describe.offload import HOST, PARTS, Offload, choices_for, least_of
 from zeroshard.plan.job import Options, check_options, outside_bytes_of
-from zeroshard.plan.result import Plan, verdict_of, wide_bytes
-from zeroshard.plan.trying import Candidate, Simulated
+from zeroshard.plan.result import Plan, verdict_of
+from zeroshard.plan.shape.shapes import Transformer
+from zeroshard.plan.trying import Candidate, Simulated, candidate_of
+from zeroshard.table.cells import Residency
 from zeroshard.table.stages import row_of_stage
 
-__all__ = ["Chosen", "choose_offload", "may_fit"]
+__all__ = ["Chosen", "automatic_offload", "choose_offload", "may_fit"]
+
+Tried = Candidate | Plan
+Chain = list[Offload | None]
+COARSE: Final = PARTS // 20
+"""Fractions of the states between those that are simulated."""
+MOST_FULL: Final = 3
+"""Choices that are planned in full, each of which takes as long as a plan, and more where memory is short."""
 
 LEAST_PART: Final = 0.9
 """Of what an update on the device reads and writes, that on the host does at least, which rounds no parameters."""
-TENTH: Final = PARTS // 10
-"""Number of choices in a tenth of the parameters."""
 
 
 class Chosen(NamedTuple):
@@ -77,11 +88,10 @@ def choose_offload(
             continue
         seen.add(alike)
         for place in places:
-            made = _least(one, place, fastest, simulate, whole)
-            if made is not None and made[1].tokens_per_s > fastest:
+            made = _fastest(one, place, fastest, simulate, whole)
+            if made is not None:
                 candidate, found = made
                 fastest = found.tokens_per_s
-            if made is not None:
                 break
     if candidate is None or found is None:
         return Chosen(None, None, "", tried)
@@ -97,14 +107,8 @@ def _most_tokens_per_s(one: Candidate) -> float:
 
     The host begins when the last backward ends, and what it updates is needed in the next forward.
     """
-    parts_s = LEAST_PART * one.host_s * min(1.0, _excess_bytes(one) / max(1, one.movable_bytes))
+    parts_s = LEAST_PART * one.host_s * min(1.0, max(0.0, one.excess_bytes) / max(1, one.movable_bytes))
     return one.options.tokens_per_step / max(one.passes_s, one.backward_s + parts_s)
-
-
-def _excess_bytes(one: Candidate) -> float:
-    """Return the bytes that must leave the device for a configuration to fit with its margin."""
-    taken_bytes = wide_bytes(one.peak_bytes, outside_bytes_of(one.options), one.options)
-    return max(0.0, taken_bytes - one.options.device.memory_bytes)
 
 
 def _alike(options: Options) -> tuple[Options, bool]:
@@ -124,7 +128,7 @@ def may_fit(one: Candidate) -> bool:
     return verdict_of(least_bytes, outside_bytes_of(one.options), one.options) == "fits"
 
 
-def _least(
+def _fastest(
     start: Candidate,
     to: str,
     fastest: float,
@@ -135,43 +139,103 @@ def _least(
 
     Args:
         start: the configuration without offload, which does not fit.
-        to: "host" or a folder.
-        fastest: tokens per second of the fastest plan so far.
     """
-    choices = [one and dataclasses.replace(one, to=to) for one in choices_for(start.options.row)]
 
-    def with_offload(place: int) -> Options:
-        return dataclasses.replace(start.options, offload=choices[place])
+    def with_offload(offload: Offload | None) -> Options:
+        return dataclasses.replace(start.options, offload=offload)
 
-    most = len(choices) - 1
     try:
-        check_options(with_offload(most))
+        check_options(with_offload(Offload(to=to)))
     except ValueError:  # the optimizer does not support states in files
         return None
-    known = {0: start}
-
-    def room_in(place: int) -> bool:
-        known[place] = known.get(place) or simulate(with_offload(place))
-        return not _excess_bytes(known[place])
-
-    def fits(place: int) -> bool:
-        plan = whole(with_offload(place))
-        return wide_bytes(plan.reserved_bytes, plan.outside_bytes, plan.asked) <= plan.asked.device.memory_bytes
-
-    least, is_found = least_of(range(most + 1), room_in)
-    # Where the host has no room for the least offload, it has none for more.
-    if not is_found or known[least].verdict != "fits" or not fits(most):
+    quick = cache(lambda offload: start if offload is None else simulate(with_offload(offload)))
+    plan = _fastest_choice(
+        start.options.row, quick, lambda offload: whole(with_offload(offload)), to=to, tokens_per_s=fastest
+    )
+    if plan is None:
         return None
-    least, _ = least_of(range(least, most + 1), fits)
-    # More parameters may be faster, because the host then updates them where they are stored. A hundredth of the
-    # parameters may be less than the first slice, so these steps are tenths.
-    places = [least, *(place for place in range(PARTS + TENTH, len(choices), TENTH) if place > least)]
-    found: tuple[Candidate, Plan] | None = None
-    for place in filter(room_in, places):
-        if known[place].tokens_per_s <= fastest:
-            continue
-        if (plan := whole(with_offload(place))).verdict == "fits" and plan.tokens_per_s > fastest:
-            one = dataclasses.replace(known[place], options=plan.asked, peak_bytes=plan.peak_bytes)
-            one = dataclasses.replace(one, step_s=plan.step_s, verdict="fits", reserved_bytes=plan.reserved_bytes)
-            found, fastest = (one, plan), plan.tokens_per_s
+    one = dataclasses.replace(quick(plan.asked.offload), options=plan.asked, peak_bytes=plan.peak_bytes)
+    one = dataclasses.replace(one, step_s=plan.step_s, verdict="fits", reserved_bytes=plan.reserved_bytes)
+    return one, plan
+
+
+def automatic_offload(
+    shape: Transformer | None, options: Options, whole: Callable[[Offload | None], Plan]
+) -> tuple[Offload | None, bool]:
+    """Return the offload "auto" of a plan, and whether it fits; otherwise the largest offload.
+
+    Args:
+        shape: None for a module, each plan of which takes seconds.
+        whole: plans with an offload in full.
+    """
+
+    @cache
+    def quick(offload: Offload | None) -> Tried:
+        if shape is None:
+            return whole(offload)
+        return candidate_of(shape, dataclasses.replace(options, offload=offload))
+
+    found = _fastest_choice(options.row, quick, whole, steps=2 if shape is None else 5)
+    return (choices_for(options.row)[-1][-1], False) if found is None else (found.asked.offload, True)
+
+
+def _fastest_choice(
+    row: Residency,
+    quick: Callable[[Offload | None], Tried],
+    whole: Callable[[Offload | None], Plan],
+    *,
+    to: str = HOST,
+    steps: int = 5,
+    tokens_per_s: float = 0.0,
+    spare_bytes: float = 0.0,
+) -> Plan | None:
+    """Return the fastest plan with offload, or without, that fits; None if none fits and is faster than asked.
+
+    Args:
+        row: without offload.
+        quick: simulates a step with an offload.
+        whole: plans it in full, which says what the allocator reserves.
+        to: "host" or a folder.
+        steps: number of steps in which parameters are moved.
+        tokens_per_s: the speed to exceed.
+        spare_bytes: what full plans need beyond simulations.
+    """
+    tried, fastest = list[tuple[float, Chain]](), tokens_per_s
+
+    def has_room(one: Offload | None) -> bool | None:
+        made = quick(one)
+        # The more is moved, the longer a step takes: no later choice is faster.
+        return True if made.excess_bytes <= -spare_bytes else None if made.tokens_per_s <= fastest else False
+
+    for part, gradients in product(range(steps + 1 if row.cuts_parameters else 1), (0, None)):
+        chain: Chain = [
+            Offload(states=states / PARTS, gradients=gradients, parameters=part / steps, to=to)
+            for states in range(PARTS + 1)
+        ]
+        chain[0] = chain[0] if part else None
+        if part and quick(chain[0]).tokens_per_s <= fastest:
+            continue  # copies of parameters take too long, whatever else is moved
+        least, is_found = least_of(chain[::COARSE], has_room)
+        # Where the host has no room for the least offload, it has none for more.
+        if is_found and quick(least).verdict == "fits":
+            tried.append((quick(least).tokens_per_s, chain[max(0, chain.index(least) - COARSE + 1) :]))
+            fastest = max(fastest, quick(least).tokens_per_s)
+    found, asked, fastest, short_bytes = None, tokens_per_s, 0.0, list[float]()
+    for most_tokens_per_s, chain in sorted(tried, key=itemgetter(0), reverse=True)[:MOST_FULL]:
+        if most_tokens_per_s <= tokens_per_s:
+            break
+        chain = chain[chain.index(least_of(chain, has_room)[0]) :]
+        # What the allocator reserves may need more.
+        for count in (2, 8, 32, len(chain)):
+            least, is_found = least_of(chain[:count], lambda one: whole(one).excess_bytes <= 0)
+            if is_found:
+                break
+        plan = whole(least)
+        if not is_found:
+            short_bytes.append(plan.excess_bytes - quick(least).excess_bytes)
+        elif plan.verdict == "fits" and plan.tokens_per_s > tokens_per_s:
+            found, tokens_per_s = plan, plan.tokens_per_s
+    if found is None and short_bytes:
+        # Slower choices were left out for those that do not fit.
+        return _fastest_choice(row, quick, whole, to=to, steps=steps, tokens_per_s=asked, spare_bytes=max(short_bytes))
     return found

@@ -26,6 +26,7 @@ from zeroshard.plan.machine.hardware import Device
 from zeroshard.plan.machine.profiles import device_for
 from zeroshard.plan.machine.retries import NO_RETRIES, Retries, play_steps
 from zeroshard.plan.named import OPTIMIZERS, PRECISIONS, own_units
+from zeroshard.plan.offloading import automatic_offload
 from zeroshard.plan.pipes import block_seconds, jobs_of_places, joined, timed
 from zeroshard.plan.result import Plan, RankClass
 from zeroshard.plan.shape.shapes import Transformer, shape_of
@@ -46,6 +47,8 @@ __all__ = ["make_plan", "optimizers_named", "plan_alone", "plan_shape"]
 
 LISTED: Final = 12
 """Entries of a live set that a plan keeps."""
+Traces = dict[Options, tuple[list[Any], Sequence[str]]]
+"""Traces of the places of one module, and where each begins, by options."""
 PARTS: Final[Sequence[float | None]] = (0.0, 0.5, 1.0)
 """How much bytes count, of the cuts that are planned for a pipe that is cut by time."""
 SETTLED: Final = 4
@@ -108,7 +111,7 @@ def make_plan(
         batch: sequences per micro-batch and rank.
         seq: tokens per sequence; by default the maximum of the model, but at most 4,096.
         stage, residency, activations, offload, parameters: as in `zs.shard`. Stage "auto" is the lowest stage whose
-            plan fits, or 3; offload "auto" is the smallest offload whose plan fits, or everything.
+            plan fits, or 3; offload "auto" is the one whose plan fits and is fastest, or everything.
         precision: "bf16", "fp16", "fp32", or another name in `zeroshard.plan.named.PRECISIONS`; by default bf16 if the
             device supports it, else fp16. Or an argument of `zs.shard`: a dtype, a `zs.Precision`, and for modules a
             mapping from module classes and patterns of module names.
@@ -242,10 +245,12 @@ def make_plan(
     if shape is not None and cut == "time":
         options = dataclasses.replace(options, block_s=block_seconds(shape, options))
 
+    known: Traces = {}
+
     def planned(one: Options) -> Plan:
         if shape is not None:
             return plan_shape(shape, one)
-        return plan_module(model, one, inputs, loss, units, reads, parallelize, ignored, names)
+        return plan_module(model, one, inputs, loss, units, reads, parallelize, ignored, names, known)
 
     @functools.cache
     def plan(row: Residency, offload: Offload | None) -> Plan:
@@ -255,9 +260,15 @@ def make_plan(
             return found
         return min((found, *(planned(dataclasses.replace(one, no_sync=False)) for one in tried)), key=_rank_of)
 
-    found = plan(*choose(resolved, lambda *one: plan(*one).verdict == "fits", shares_memory=preset.is_cpu)[:2])
+    def offload_for(row: Residency) -> tuple[Offload | None, bool]:
+        one = dataclasses.replace(options, row=row, bytes_part=parts[0])
+        return automatic_offload(shape, one, functools.partial(plan, row))
+
+    chosen_row, chosen_offload, _ = choose(
+        resolved, lambda *one: plan(*one).verdict == "fits", offload_for, shares_memory=preset.is_cpu
+    )
     changes = None if shape is None else functools.partial(changes_of, shape, whole=plan_shape)
-    return dataclasses.replace(found, find_changes=changes)
+    return dataclasses.replace(plan(chosen_row, chosen_offload), find_changes=changes)
 
 
 def _rank_of(plan: Plan) -> tuple[bool, float]:
@@ -318,11 +329,15 @@ def plan_module(
     loss: Callable[[Any], Any] | None,
     units: Sequence[object] | None,
     reads: Callable[[Any], bool | int | float] | None,
-    parallelize: Callable[[Any, Any], Any] | None = None,
-    ignored: Sequence[object] = (),
-    cut: Sequence[str] | None = None,
+    parallelize: Callable[[Any, Any], Any] | None,
+    ignored: Sequence[object],
+    cut: Sequence[str] | None,
+    known: Traces,
 ) -> Plan:
     """Return the plan of a module.
+
+    Args:
+        known: traces of the same module by options without offload, which a plan with another offload uses again.
 
     Raises:
         ValueError: something is ignored of a module that is split here, whose copy has other parameters; or an
@@ -339,6 +354,7 @@ def plan_module(
             "parallelize= with ignored=, or with a precision that is no name: plan() splits a copy of the module, so "
             "name neither parameters nor modules. Give plan() a module that has been parallelized."
         )
+    key = dataclasses.replace(options, offload=None)
     with ExitStack() as stack:
         if parallelize is not None:
             from zeroshard.plan.trace.splitting import split
@@ -349,7 +365,10 @@ def plan_module(
             "reads": reads,
             "homes": homes,
         }
-        traced, starts = trace_places(model, options, given, loss, cut, units, ignored, **same)
+        if not (is_known := key in known and parallelize is None):
+            known[key] = trace_places(model, options, given, loss, cut, units, ignored, **same)
+        traced, starts = known[key]
+        traced = [one.again(options) for one in traced] if is_known else traced
     if inputs is not None:
         options = dataclasses.replace(options, batch=traced[0].tokens, sequence=1)
     numel = traced[0].parameters_numel if options.pipe == 1 else sum(one.numel() for one in model.parameters())

@@ -159,6 +159,11 @@ class Plan:
         return self.film.mapped_bytes
 
     @property
+    def excess_bytes(self) -> float:
+        """The bytes that must leave the device for the plan to have its margin; at most 0 if it has."""
+        return wide_bytes(self.reserved_bytes, self.outside_bytes, self.asked) - self.asked.device.memory_bytes
+
+    @property
     def reserved_bytes(self) -> int:
         """Peak of bytes reserved by torch's allocator."""
         return max(one.reserved_bytes for one in self.ranks)

@@ -72,6 +72,7 @@ class Traced:
         flops: operations of one micro-batch's forward.
         kept_bytes: bytes that a micro-batch's forward keeps for its backward.
         tokens: number of tokens of one micro-batch: elements of the first integer input, or else samples.
+        again: returns the same with another offload, which the trace does not depend on.
         others: (name, count, job) of ranks besides the first: shards differ in their padding.
     """
 
@@ -81,6 +82,7 @@ class Traced:
     kept_bytes: int
     tokens: int
     notes: Sequence[str]
+    again: Callable[[Options], "Traced"]
     others: Sequence[tuple[str, int, Job]] = ()
 
 
@@ -122,14 +124,6 @@ def trace_job(
     plans = plan_units(model, units, left)
     check_activations(options.row.activations, plans, options.tensor)
     check_patterns(options.row, [plan.name for plan in plans])
-    specs = describe_units(
-        plans,
-        options.placed_row,
-        precision,
-        shard_size=options.shard_ranks,
-        replicas=options.replicas,
-        numel_of=local_numel,
-    )
     # The bytes that a GPU's bus moves while the host issues a copy; on a CPU all tensors move.
     small_bytes, cell, treated = 0 if options.device.is_cpu else SMALL_BYTES, options.row.activations, None
     if any(cell.chains):
@@ -166,43 +160,57 @@ def trace_job(
         scripts[chunk] = Script(forward, backward, watch.partial)
     by_category = _before(trace)
     border_bytes = sum(one.nbytes for some in borders for one in some)
-    updates = updates_for(specs, options, homes)
-    job = Job(
-        specs,
-        (),
-        updates,
-        wire_of(options),
-        options.device,
-        options.formats.param,
-        options.spans,
-        options.micro_batches,
-        by_category[Category.INPUT] - border_bytes,
-        by_category[Category.BUFFER] + sum(local_of(p).nbytes for p in model.parameters() if id(p) in left),
-        script=scripts[0] if chunks is None else None,
-        update_bytes=_update_bytes(options, updates),
-        checked_bytes=checked_bytes_of(updates) if options.device.is_cpu else 0,
-        host_ranks=options.node_processes,
-        is_early=options.is_filed,
-        no_sync=options.no_sync,
-        system=options.system,
-        outer=options.foreseen(specs),
-    )
-    if chunks is not None:
-        job = dataclasses.replace(job, pipe=chunks.piped(job, scripts, plans))
     forwards = (
         (trace.phase_at(order) is Phase.FORWARD) * cost.flops for trace in traces for order, cost in trace.kernels
     )
-    return Traced(
-        job,
-        sum(plan.numel for plan in plans),
-        sum(forwards),
-        sum(trace.saved_bytes() for trace in traces),
-        tokens,
-        [BOUNDED] * (treated is not None and treated.has_bounds)
-        + [LEFT] * bool(left)
-        + [*dict.fromkeys(note for trace in traces for note in _not_counted(trace))],
-        _other_ranks(job, options, plans, precision, homes),
-    )
+    flops, saved_bytes = sum(forwards), sum(trace.saved_bytes() for trace in traces)
+
+    def made(moved: Options) -> Traced:
+        specs = describe_units(
+            plans,
+            moved.placed_row,
+            precision,
+            shard_size=moved.shard_ranks,
+            replicas=moved.replicas,
+            numel_of=local_numel,
+        )
+        updates = updates_for(specs, moved, homes)
+        job = Job(
+            specs,
+            (),
+            updates,
+            wire_of(moved),
+            moved.device,
+            moved.formats.param,
+            moved.spans,
+            moved.micro_batches,
+            by_category[Category.INPUT] - border_bytes,
+            by_category[Category.BUFFER] + sum(local_of(p).nbytes for p in model.parameters() if id(p) in left),
+            script=scripts[0] if chunks is None else None,
+            update_bytes=_update_bytes(moved, updates),
+            checked_bytes=checked_bytes_of(updates) if moved.device.is_cpu else 0,
+            host_ranks=moved.node_processes,
+            is_early=moved.is_filed,
+            no_sync=moved.no_sync,
+            system=moved.system,
+            outer=moved.foreseen(specs),
+        )
+        if chunks is not None:
+            job = dataclasses.replace(job, pipe=chunks.piped(job, scripts, plans))
+        return Traced(
+            job,
+            sum(plan.numel for plan in plans),
+            flops,
+            saved_bytes,
+            tokens,
+            [BOUNDED] * (treated is not None and treated.has_bounds)
+            + [LEFT] * bool(left)
+            + [*dict.fromkeys(note for trace in traces for note in _not_counted(trace))],
+            made,
+            _other_ranks(job, moved, plans, precision, homes),
+        )
+
+    return made(options)
 
 
 def trace_places(

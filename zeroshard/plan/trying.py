@@ -14,7 +14,7 @@ from typing import Final, final
 from zeroshard.describe.treatments import activations_of
 from zeroshard.plan.job import Options, check_options, check_shape, job_of_shape, outside_bytes_of
 from zeroshard.plan.pipes import quick_film
-from zeroshard.plan.result import Change, Plan, Verdict, verdict_of
+from zeroshard.plan.result import Change, Plan, Verdict, verdict_of, wide_bytes
 from zeroshard.plan.shape.shapes import Transformer
 from zeroshard.plan.step.simulate import make_film
 from zeroshard.table.activations import Recomputed
@@ -65,6 +65,12 @@ class Candidate:
     def has_room(self) -> bool:
         """Whether the device has room for what is allocated."""
         return self.peak_bytes + outside_bytes_of(self.options) <= self.options.device.memory_bytes
+
+    @property
+    def excess_bytes(self) -> float:
+        """The bytes that must leave the device for it to have its margin; at most 0 if it has."""
+        taken_bytes = wide_bytes(self.peak_bytes, outside_bytes_of(self.options), self.options)
+        return taken_bytes - self.options.device.memory_bytes
 
     @property
     def tokens_per_s(self) -> float:

@@ -8,6 +8,7 @@ also know activations, and use the whole plan.
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final, final
 
 import torch
@@ -15,7 +16,7 @@ from torch import nn
 
 from zeroshard import devices
 from zeroshard.describe.asked import Resolved, choose
-from zeroshard.describe.offload import Offload, reached, row_with, text_of
+from zeroshard.describe.offload import Offload, choices_for, first_of, reached, row_with, text_of
 from zeroshard.describe.precision import Precision
 from zeroshard.describe.specs import describe_units
 from zeroshard.describe.units import UnitPlan
@@ -90,11 +91,15 @@ def choose_least(resolved: Resolved, kept: KeptBytes, room_bytes: int | None) ->
     """
     free = room_bytes if room_bytes is not None else _host_bytes(kept.mesh)
     most_bytes = int(STATES_PART * free)
+
+    def fits(row: Residency, offload: Offload | None) -> bool:
+        return kept(row, offload) <= most_bytes
+
     row, chosen, is_fitting = choose(
-        resolved, lambda row, offload: kept(row, offload) <= most_bytes, shares_memory=room_bytes is None
+        resolved, fits, lambda row: first_of(choices_for(row), partial(fits, row)), shares_memory=room_bytes is None
     )
-    if not resolved.is_least or room_bytes is None:
-        return row, chosen, ONE_MEMORY * resolved.is_least
+    if not resolved.is_auto or room_bytes is None:
+        return row, chosen, ONE_MEMORY * resolved.is_auto
     all_bytes, kept_bytes = kept(row, None), kept(row, chosen)
     room = f"{most_bytes / MB:,.1f} MB, half of the {room_bytes / MB:,.1f} MB free"
     if not is_fitting:
@@ -107,7 +112,8 @@ def choose_least(resolved: Resolved, kept: KeptBytes, room_bytes: int | None) ->
         )
     if chosen is None:
         return row, None, f"offload='auto': nothing is offloaded: {all_bytes / MB:,.1f} MB fit {room}"
-    moved = f"states={chosen.states:g}" + f", parameters={chosen.parameters:g}" * bool(chosen.parameters)
+    moved = f"states={chosen.states:g}" + ", gradients=0" * (chosen.gradients == 0)
+    moved += f", parameters={chosen.parameters:g}" * bool(chosen.parameters)
     left = f"{kept_bytes / MB:,.1f} of {all_bytes / MB:,.1f} MB on the device, where model states may use {room}"
     reaches = text_of(reached(kept.units(row, chosen)))
     return row, chosen, f"offload='auto': zs.Offload({moved}), which moves {reaches}, leaves {left}"

@@ -117,7 +117,7 @@ def _model_of(
 def choose_sharding(config: Config) -> Config:
     """Return the settings with "auto" in `zero.stage` and `zero.offload` replaced by the choices of a plan.
 
-    The stage is the lowest whose plan fits this machine, the offload the smallest. All ranks choose alike, because a
+    The stage is the lowest whose plan fits this machine, the offload the fastest. All ranks choose alike, because a
     plan depends only on the settings and the host's memory.
 
     Raises:
@@ -159,8 +159,8 @@ def describe_text(config: Config) -> str:
 
 def _text_of(offload: zs.Offload) -> str:
     """Return the text that `offload_of` parses as this offload."""
-    parts = {"states": offload.states, "parameters": offload.parameters}
-    return ",".join([*(f"{name}={part:g}" for name, part in parts.items()), f"to={offload.to}"])
+    parts = {"states": offload.states, "gradients": offload.gradients, "parameters": offload.parameters}
+    return ",".join([*(f"{name}={part:g}" for name, part in parts.items() if part is not None), f"to={offload.to}"])
 
 
 def describe_plan(config: Config) -> Sequence[str]:

@@ -201,7 +201,7 @@ def _coarse(
         for step in (Instruction("make", "gradient", tensor, made.get(tensor, 0)), Instruction("hand", "", tensor))
         if tensor != GIVEN or step.kind == "hand"
     ]
-    landed = [run[place], then, then._replace(kind="drop")] if lands else []
+    landed = [*(run[each] for each in lands), then, then._replace(kind="drop")] if lands else []
     return (first, *work, first._replace(kind="drop"), *landed, *ends, *last)
 
 

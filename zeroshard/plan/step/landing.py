@@ -30,6 +30,8 @@ class Landing:
         self._homes = {name: bucket for unit in job.units for bucket in unit.reduced for name in bucket.names}
         self._local: dict[int, Buffer] = {}
         """By bucket, the memory of this rank's gradients until they are reduced."""
+        self._owned: dict[int, int] = {}
+        """By bucket, the elements that this rank updates."""
         self._held: set[int] = set()
         """Buckets with memory for sums."""
         self._summed: set[int] = set()
@@ -84,7 +86,9 @@ class Landing:
         numel, is_away = one.nbytes // itemsize(sizes.param), False
         if not bucket.row.gradients.is_on_device:
             if not is_named:  # a shape does not say which gradient it is; together they are this rank's
-                numel = numel * bucket.layout.owned_numel(*bucket.states) // bucket.layout.numel
+                owned = self._owned.get(bucket.number) or bucket.layout.owned_numel(*bucket.states)
+                self._owned[bucket.number] = owned
+                numel = numel * owned // bucket.layout.numel
             is_away = numel > 0
         if not is_away and (is_taken or not is_named or not is_first):
             return is_first and is_taken

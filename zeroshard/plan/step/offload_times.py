@@ -17,6 +17,8 @@ __all__ = ["Lanes", "PINNED", "Work", "bring", "bring_ahead", "play_update"]
 
 PINNED: Final = 2
 """Pinned buffers; the host waits for the copy from the one that it fills again."""
+SETTLED: Final = 3 * PINNED
+"""Pieces after which each takes as long as the one before it."""
 
 
 class Work(NamedTuple):
@@ -63,6 +65,16 @@ class Lanes:
             self.spans[lane, what] = self.spans.get((lane, what), (start_s, stop_s))[0], stop_s
         return stop_s
 
+    def go_on(self, later_s: float, works: Sequence[tuple[str, str, float]]) -> None:
+        """Let lanes go on as they do until so much later: their names, what runs, and the seconds of it."""
+        self.now_s += later_s
+        self.buffers[:] = [one + later_s for one in self.buffers]
+        for lane, what, took_s in works:
+            self.free_s[lane] += later_s
+            if took_s:
+                self.busy_s[lane] += took_s
+                self.spans[lane, what] = self.spans[lane, what][0], self.free_s[lane]
+
 
 def play_update(works: Sequence[Work], lanes: Lanes) -> float:
     """Play the update of some buckets, in order; return when all parameters are on the device.
@@ -85,12 +97,19 @@ def bring(one: Work, parts: int, lanes: Lanes, lane: str = "host") -> float:
         lane: whose time the rounding is.
     """
     copies = max(1, -(-one.copies // parts))
-    arrived_s = lanes.now_s
-    for _ in range(copies):
-        lanes.now_s = max(lanes.now_s, lanes.buffers.pop(0))
-        lanes.now_s = lanes.run(lane, one.round_s / parts / copies, f"rounding of {one.name}")
-        arrived_s = lanes.run("back", one.back_s / parts / copies, f"parameters of {one.name}")
+    round_s, back_s = one.round_s / parts / copies, one.back_s / parts / copies
+    names = f"rounding of {one.name}", f"parameters of {one.name}"
+    before_s = arrived_s = lanes.now_s
+    for _ in range(min(copies, SETTLED)):
+        lanes.now_s, before_s = max(lanes.now_s, lanes.buffers.pop(0)), arrived_s
+        lanes.now_s = lanes.run(lane, round_s, names[0])
+        arrived_s = lanes.run("back", back_s, names[1])
         lanes.buffers.append(arrived_s)
+    if (rest := copies - SETTLED) > 0:
+        # Each of the others arrives as long after the one before it.
+        later_s = rest * (arrived_s - before_s)
+        lanes.go_on(later_s, ((lane, names[0], rest * round_s), ("back", names[1], rest * back_s)))
+        arrived_s += later_s
     return arrived_s
 
 
