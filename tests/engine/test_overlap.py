@@ -1,0 +1,29 @@
+"""Which collectives of a steady step have no computation beside them on a device: the first and the last, no others."""
+
+import pytest
+
+from tools.overlap import BLOCKS, CASES, Case, exposed
+
+FIRST, LAST = "blocks.0", f"blocks.{BLOCKS - 1}"
+
+
+def expected(case: Case) -> set[str]:
+    """Return what nothing can be beside: what comes first in a pass, and the sums that come last."""
+    times = f" ({case.micro_batches} times)" * (case.micro_batches > 1)
+    found = {f"reduce-scatter in backward: {unit}{times}" for unit in (FIRST, "root")}
+    if case.stage == 3:
+        found |= {f"all-gather in forward: {unit}{times}" for unit in ("root", FIRST)}
+        # What a forward uses last is given back, and gathered again for the backward.
+        found |= {f"all-gather in backward: {unit}{times}" for unit in ("root", LAST)}
+    else:
+        found |= {f"publish: {unit}" for unit in ("root", FIRST)}
+    if case.replicas > 1:
+        # The sum over replicas follows that of its replica, one unit later.
+        found |= {f"all-reduce in backward: {unit}{times}" for unit in ("blocks.1", FIRST, "root")}
+    return found
+
+
+@pytest.mark.product
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_only_the_ends_of_a_pass_are_exposed(case: Case) -> None:
+    assert set(exposed(case)) == expected(case)
