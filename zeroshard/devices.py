@@ -30,6 +30,7 @@ __all__ = [
     "mark",
     "mark_on",
     "moment",
+    "on_stream",
     "order_after",
     "pinned",
     "seconds_between",
@@ -95,6 +96,11 @@ def order_after(device: torch.device, stream: int) -> None:
     182960).
     """
     torch.cuda.current_stream(device).wait_stream(torch.cuda.get_stream_from_external(stream, device))
+
+
+def on_stream(device: torch.device, stream: int) -> AbstractContextManager[Any]:
+    """Return a context in which a stream, by its address, is the current one."""
+    return torch.cuda.stream(torch.cuda.get_stream_from_external(stream, device))
 
 
 def choose(
@@ -265,6 +271,16 @@ class Lane:
             # shard, before a kernel or a collective of the old stream has read it.
             order_after(self._device, self._last)
         self._last = stream
+
+    @contextmanager
+    def joined(self) -> Iterator[None]:
+        """Let what is inside wait on the stream of the last pass or step; the current stream follows that one."""
+        if not self._has_streams or self._last is None or stream_of(self._device) == self._last:
+            yield
+            return
+        with on_stream(self._device, self._last):
+            yield
+        order_after(self._device, self._last)
 
     def check(self, what: str) -> None:
         """Raise if the current pass continues on another stream."""

@@ -49,6 +49,7 @@ __all__ = [
     "foreach_types",
     "graph_task",
     "groups_of",
+    "has_compiled",
     "has_kernel",
     "has_split",
     "innermost_hooks",
@@ -225,10 +226,9 @@ def is_dense(tensor: Tensor) -> bool:
     """Return whether the elements fill contiguous memory without gaps or overlaps; torch's test is private."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size != 1:
-            if stride != expected:
-                return False
-            expected *= size
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
     return True
 
 
@@ -421,11 +421,9 @@ def foreach_types() -> Iterator[list[type]]:
 def is_inside_functional_call() -> bool:
     """Return whether torch.func.functional_call has replaced a module's tensors."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code is _FUNCTIONAL_CALL:
-            return True
+    while frame is not None and frame.f_code is not _FUNCTIONAL_CALL:
         frame = frame.f_back
-    return False
+    return frame is not None
 
 
 def is_called_by_checkpoint() -> bool:
@@ -558,6 +556,11 @@ def uses_cuda_graphs(module: torch.nn.Module) -> bool:
 def is_called_by_cuda_graphs() -> bool:
     """Return whether a function compiled to CUDA graphs called the running function."""
     return any(_has_cuda_graphs(getattr(one, "compiler_config", None)) for one in _compiled_callers())
+
+
+def has_compiled() -> bool:
+    """Return whether this process has compiled anything."""
+    return getattr(sys.modules.get("torch._dynamo.convert_frame"), "FRAME_COUNTER", 0) > 0
 
 
 def is_compiled(module: torch.nn.Module) -> bool:

@@ -56,9 +56,9 @@ def save_on_a_full_disk(folder: str, asynchronous: bool) -> list[str]:
     create = files.create
     if rank == 1:
 
-        def fill_and_create(path: Path) -> int:
+        def fill_and_create(path: Path, *mode: int | None) -> int:
             fill(disk)
-            return create(path)
+            return create(path, *mode)
 
         files.create = fill_and_create
     texts.append(text_of_save(trainer, disk / "step-2", asynchronous))

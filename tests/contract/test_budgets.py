@@ -45,7 +45,7 @@ ADDED = {
     "parameters that stay whole until the step": 19,
     "starts that share the store of a launcher": 30,
     "sums over replicas with computation beside them, communicators in one order": 52,
-    "updated parameters that arrive beside the next forward": 41,
+    "updated parameters that arrive beside the next forward": 50,
     "offload 'auto' that keeps gradients on the device": 19,
     "replicas=, reprs of units, traces and memory": 25,
     "errors under torchrun: where the file is, and what is a consequence": 22,

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -378,6 +379,37 @@ def streams(devices: Devices) -> dict[str, Any]:
             spread = Spread(2)
             _, optimizer = shard_among_many(spread, stage=stage)
             found[f"inside, stage {stage}"] = raised(lambda spread=spread, one=optimizer: step(spread, one))
+    return found
+
+
+def reads(devices: Devices) -> dict[str, Any]:
+    """Read updated parameters on a side stream, then on the stream of the step; return which streams waited."""
+    waited = list[int]()
+    plain = OneOfMany.gather
+
+    def gather(self: OneOfMany, full: Tensor, tag: Tag, kind: str = "gather", axis: Axis = "shard") -> Pending:
+        pending = plain(self, full, tag, kind, axis)
+
+        def wait() -> bool:
+            waited.append(devices.stream())
+            return pending.wait()
+
+        return Pending(wait)
+
+    with process_group("fake", RANKS), patch.object(OneOfMany, "gather", gather):
+        model = Model(2)
+        _, optimizer = shard_among_many(model, stage=2)
+        step(model, optimizer)
+        found: dict[str, Any] = {"in the step": list(waited)}
+        before = len(devices.waits)
+        devices.use_stream(7)
+        sums = [p.sum() for p in model.parameters()]
+        devices.use_stream(0)
+        found |= {
+            "gathers were waited for on": sorted(set(waited)),
+            "streams": devices.waits[before:],
+            "sums": len(sums),
+        }
     return found
 
 

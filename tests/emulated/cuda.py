@@ -130,6 +130,7 @@ class Devices:
         devices.is_capturing = lambda: self.is_capturing_now
         devices.mark = lambda device: Event(self)
         devices.lane = lambda device, use, after: self._on(STREAMS[use], after)
+        devices.on_stream = lambda device, stream: self._to(stream)
         devices.pinned = lambda shape, dtype: torch.empty(shape, dtype=dtype, device="cpu")
         devices.order_after = lambda device, stream: self.waits.append((stream, self.stream(device.index or 0)))
 
@@ -140,6 +141,16 @@ class Devices:
         if after is not None:
             self.use_stream(stream)
             after.wait()
+        try:
+            yield
+        finally:
+            self.use_stream(before)
+
+    @contextmanager
+    def _to(self, stream: int) -> Iterator[None]:
+        """Make a stream the current one inside."""
+        before = self.stream()
+        self.use_stream(stream)
         try:
             yield
         finally:

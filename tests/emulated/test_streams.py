@@ -27,6 +27,15 @@ def test_a_pass_stays_on_one_stream_and_follows_the_last_one() -> None:
     assert re.search(r"RuntimeError: \[rank 0/4\] a part of the backward runs on another", found["inside, stage 2"])
 
 
+def test_a_read_on_another_stream_leaves_the_wait_on_that_of_the_step() -> None:
+    found = cuda.run(f"{WHERE}:reads")
+    assert found["in the step"] == []
+    assert found["gathers were waited for on"] == [0]
+    # Each unit that arrived is before what the other stream reads of it.
+    assert found["streams"]
+    assert {tuple(pair) for pair in found["streams"]} == {(0, 7)}
+
+
 @pytest.mark.rotates
 def test_capture_of_a_cuda_graph_is_refused_by_name() -> None:
     found = cuda.run(f"{WHERE}:captures")

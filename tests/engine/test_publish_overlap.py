@@ -5,6 +5,7 @@ its wait.
 """
 
 import copy
+import gc
 import io
 import pickle
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -22,6 +24,7 @@ import zeroshard as zs
 from tests.oracle import TIMEOUT_S
 from tools.emulated import Device, gpu
 from zeroshard.core.states import Presence
+from zeroshard.outer.island_model import ModelShards
 from zeroshard.testing import run_ranks
 from zeroshard.wire.comm import Pending
 from zeroshard.wire.nccl import NcclComm
@@ -228,6 +231,7 @@ READS: dict[str, Callable[[nn.Module, zs.Zero, Path], list[Tensor]]] = {
     "average": averaged,
     "zero.ema": own_average,
     "zero.save": saved,
+    "new_tensor": lambda model, *_: [p.new_tensor(p) for p in model.parameters()],
     "compiled": lambda model, *_: [torch.compile(model, backend="aot_eager")(batch_of(0, 0))],
     "compiled function": lambda model, *_: [
         torch.compile(lambda x: x @ model.blocks[1].inner.weight, backend="aot_eager")(batch_of(0, 0))
@@ -255,7 +259,8 @@ def read_all(stage: int, folder: str) -> dict[str, Any]:
 @pytest.mark.parametrize("stage", [1, 2])
 def test_whatever_reads_a_parameter_waits(stage: int, tmp_path: Path) -> None:
     for rank in run_ranks(read_all, 2, stage, str(tmp_path), timeout_s=2 * TIMEOUT_S):
-        assert rank == dict.fromkeys(READS, (BLOCKS + 1, True))
+        # Once anything was compiled, a step waits: graphs read parameters where no class is asked.
+        assert rank == dict.fromkeys(READS, (BLOCKS + 1, True)) | {"compiled function": (0, True)}
 
 
 # -- what follows a step ----------------------------------------------------------------------------------------------
@@ -297,6 +302,9 @@ def follow(stage: int) -> dict[str, bool]:
                 other.mul_(0.5)
         found["a change in place behind a step"] = both(2) and are_equal()
         both(3)
+        x, were_coming = torch.ones(2), coming(zero)
+        is_same = all(x.to(p) is x for p in model.parameters())
+        found["what asks a parameter for its dtype"] = is_same and coming(zero) == were_coming != []
         zero.check_copies()
         found["copies"] = not coming(zero) and are_equal()
         both(4)
@@ -315,6 +323,48 @@ def test_what_follows_a_step_waits(stage: int) -> None:
         assert all(rank.values()), rank
 
 
+def weight_of_a_model_that_is_gone() -> Tensor:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(8, WIDTH), nn.Linear(WIDTH, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    zs.shard(model, optimizer, stage=2)
+    for _ in range(2):
+        model(torch.arange(8)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model[0].weight
+
+
+def outlive() -> tuple[bool, bool]:
+    """Return whether a parameter is right that outlives its model, and whether it had to wait."""
+    with gpu(0) as device:
+        slow(device)
+        weight = weight_of_a_model_that_is_gone()
+        gc.collect()
+        has_waited = type(weight).__name__ == "ReleasedParameter"
+        found = weight.detach().clone()
+        device._unwaited.clear()  # nobody has the other one
+    return torch.allclose(found, weight_of_a_model_that_is_gone().detach()), has_waited
+
+
+def test_parameters_that_outlive_their_model_arrive() -> None:
+    assert run_ranks(outlive, 2, timeout_s=TIMEOUT_S) == [(True, True)] * 2
+
+
+def write_an_islands_values() -> list[bool]:
+    with gpu(0) as device:
+        slow(device)
+        zero, optimizer = shard(model := Stack(), 2)
+        step(model, optimizer, zero, 0)
+        shards = ModelShards(zero._engine, [optimizer])
+        shards.write(np.full(shards.numel, 0.25, dtype=shards.dtype))
+        return [bool((p == 0.25).all()) for p in model.parameters()]
+
+
+def test_values_of_an_island_are_written_behind_what_a_step_sends() -> None:
+    assert all(map(all, run_ranks(write_an_islands_values, 2, timeout_s=TIMEOUT_S)))
+
+
 # -- compiled ---------------------------------------------------------------------------------------------------------
 
 
@@ -328,8 +378,9 @@ def compiled(what: str) -> tuple[list[float], list[int]]:
     with gpu(0) as device:
         slow(device)
         model = Stack()
-        for module in {"nothing": [], "blocks": [*model.blocks], "model": [model]}[what]:
-            module.compile(backend="aot_eager")
+        targets = {"nothing": [], "model": [model]}.get(what, [*model.blocks])
+        for module in targets:
+            module.compile(backend="aot_eager", fullgraph="whole" in what)
         zero, optimizer = shard(model, 2)
         for number in range(5):
             losses.append(step(model, optimizer, zero, number))
@@ -341,9 +392,9 @@ def compiled(what: str) -> tuple[list[float], list[int]]:
 def test_compiled_forwards_wait_and_settle() -> None:
     runs = {
         what: run_ranks(partial(compiled, what), 2, timeout_s=2 * TIMEOUT_S)[0]
-        for what in ("nothing", "blocks", "model")
+        for what in ("nothing", "blocks", "blocks, each a whole graph", "model")
     }
-    for what in ("blocks", "model"):
+    for what in ("blocks", "blocks, each a whole graph", "model"):
         losses, graphs = runs[what]
         assert losses == pytest.approx(runs["nothing"][0], rel=1e-5)
         assert graphs[-1] == graphs[2], graphs

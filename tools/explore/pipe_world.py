@@ -224,7 +224,7 @@ class PipeUnit(FakeUnit):
     is_read_outside = False
     count_landed, has_all_landed = Unit.count_landed, Unit.has_all_landed
     is_complete, end_backward = Unit.is_complete, Unit.end_backward
-    copy_arrived, arrive = Unit.copy_arrived, Unit.arrive
+    copy_arrived, is_coming = Unit.copy_arrived, False
 
     def __init__(
         self,

@@ -75,6 +75,8 @@ class Bucket(Ending):
         self.own = self.full[start:stop]
         self.updating: Callable[[], None] | None = None
         """Waits for the background update of the masters; None without such an update."""
+        self.arriving: Callable[[], None] | None = None
+        """Waits for updated parameters that are under way, also of a model that is gone."""
         self.flat: FlatGradients | None = None
         """The gradients, if they are summed over ranks."""
         self.tell = partial(ledger.tell, spec.unit)

@@ -130,8 +130,10 @@ class Engine(Ending):
     @alone
     def await_published(self, numbers: Iterable[int] | None = None) -> None:
         """Wait for updated parameters that are under way, of these units or of all."""
-        for number in range(len(self.units)) if numbers is None else numbers:
-            self.units[number].arrive()
+        if coming := [n for n in (range(len(self.units)) if numbers is None else numbers) if self.units[n].is_coming]:
+            with self.lane.joined():
+                for number in coming:
+                    self.units[number].wait()
 
     def begin_update(self, *, is_skipped: bool) -> None:
         """Begin the update of an optimizer's step; slices of a skipped one have no gradients."""
@@ -323,8 +325,6 @@ class Engine(Ending):
         Updated parameters of a unit that stays whole are waited for, inside a pass or not.
         """
         if self.units[number].spec.is_whole:
-            if self.order.current is None:
-                self.lane.begin("a read of parameters")
             self.await_published([number])
             return True
         if graph_task() != -1 and self.is_sharded:

@@ -40,7 +40,7 @@ class Eager(Hook):
         """Run it."""
         self._call(*args)
 
-    def _run(self, *args: Any, **options: Any) -> None:
+    def _run(self, *args: Any) -> None:
         raise NotImplementedError
 
 
@@ -87,14 +87,7 @@ class Enter(Eager):
         """The rank as errors name it, such as "[rank 0/2]"."""
         return str(self._engine.mesh)
 
-    def __call__(self, *args: Any) -> None:
-        """Run it."""
-        self._call(*args, is_compiled=torch.compiler.is_compiling())
-
-    def _run(self, module: nn.Module, args: Any, kwargs: Any, *, is_compiled: bool = False) -> None:
-        if is_compiled:
-            # A graph reads parameters where no hook runs and no class is asked.
-            self._engine.await_published()
+    def _run(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         for one in self._own:
             if id(one.container.get(one.key)) != one.identity:
                 if is_inside_functional_call():
@@ -126,11 +119,7 @@ class Enter(Eager):
 
 @final
 class Arrive(Eager):
-    """Before the forward of a module: waits for its updated parameters.
-
-    Extensions in C++ read parameters whose class is not asked. In a graph of the whole model, whose entry has waited
-    for all, this is no break.
-    """
+    """Before the forward of a module: waits for its updated parameters; extensions in C++ do not ask their class."""
 
     def __init__(self, engine: Engine, units: tuple[int, ...]) -> None:
         super().__init__()

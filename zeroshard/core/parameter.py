@@ -141,11 +141,16 @@ class ReleasedParameter(ShardedParameter):
     def __torch_function__(  # type: ignore[override]
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if (name := gradient.name_of(func)) not in METADATA:
+        name, read = gradient.name_of(func), (args, kwargs)
+        with NoSubclasses():
             if name in gradient.CONVERSIONS and gradient.is_nothing_to_do(func, args, kwargs or {}):
                 return args[0]
-            for parameter in find((args, kwargs), ReleasedParameter):
-                demand(parameter, name)
+        if name in METADATA:
+            read = args[1:], kwargs
+        elif name == "to":
+            read = args[:1], None  # another tensor has its dtype and device asked
+        for parameter in find(read, ReleasedParameter):
+            demand(parameter, name)
         with NoSubclasses():
             return func(*args, **(kwargs or {}))
 
@@ -172,7 +177,9 @@ def demand(parameter: Tensor, what: str) -> None:
     """Gather the parameter's unit in an open pass, or raise."""
     slot = slot_of(parameter)
     owner = slot.owner()
-    if owner is None or not owner.demand(slot.unit):
+    if owner is None and slot.bucket.arriving is not None:
+        slot.bucket.arriving()
+    elif owner is None or not owner.demand(slot.unit):
         raise RuntimeError(
             f"{_place_of(slot)} Parameter '{slot.name}' {tuple(parameter.shape)} is sharded and released here, so "
             f"`{what}` cannot read its values. {remedy_for(parameter, slot.name, what)}"

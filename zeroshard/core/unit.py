@@ -33,7 +33,7 @@ from zeroshard.core.slot import Slot, slot_of
 from zeroshard.core.states import Own, Presence, Scope
 from zeroshard.store.ahead import Waitable
 from zeroshard.table.spec import UnitSpec
-from zeroshard.torch_private import NoSubclasses, accumulator_of, is_profiling, profiled, will_run
+from zeroshard.torch_private import NoSubclasses, accumulator_of, has_compiled, is_profiling, profiled, will_run
 from zeroshard.wire.comm import Comm, Pending, Tag
 
 __all__ = ["Reduction", "Unit", "advanced"]
@@ -248,12 +248,13 @@ class Unit:
             for bucket in self._coming:
                 bucket.tell("wait")
                 bucket.changes.restore()
+                bucket.arriving = None
             self.let_read(Presence.WHOLE)
 
-    def arrive(self) -> None:
-        """Wait for the updated values of a unit that stays whole."""
-        if self.spec.is_whole:
-            self.wait()
+    @property
+    def is_coming(self) -> bool:
+        """Whether updated values of a unit that stays whole are under way."""
+        return self.presence is Presence.COMING and self.spec.is_whole
 
     def release(self) -> int:
         """Free the memory, and return its bytes; a pending gather is awaited first, because others still send."""
@@ -273,11 +274,13 @@ class Unit:
 
     def let_read(self, presence: Presence) -> None:
         """Change the result of a read of the parameters: values, or an error."""
-        self.presence = presence
+        if presence is not Presence.WHOLE:
+            self.presence = presence
         if len(self._classes) != len(self.parameters):
             self._classes = [slot.form.classes for slot in self.slots]
         for parameter, classes in zip(self.parameters, self._classes, strict=True):
             parameter.__class__ = classes[presence is not Presence.WHOLE]
+        self.presence = presence
 
     def publish(self, comm: Comm, number: int, what: str, kind: str, *, is_forced: bool = False) -> list[Pending]:
         """Start to gather updated parameters that are replicated and updated in parts.
@@ -285,13 +288,16 @@ class Unit:
         Args:
             is_forced: include parameters without an optimizer.
 
-        Returns: what to wait for; nothing where computation overlaps, and reads of the parameters wait.
+        Returns: what to wait for; nothing where computation overlaps, and reads of the parameters wait. Compiled code
+        reads parameters where no class is asked.
         """
         due = [b for b in self.buckets if b.spec.is_published and (is_forced or b.has_states)]
         pending = [comm.gather(bucket.full, Tag(number, bucket.number, what), kind) for bucket in due]
-        if is_forced or not pending or not (comm.wire.overlaps and self.spec.is_whole):
+        if is_forced or not pending or not (comm.wire.overlaps and self.spec.is_whole) or has_compiled():
             return pending
         self._coming, self._pending = due, [*pending]
+        for bucket in due:
+            bucket.arriving = self.wait
         self.let_read(Presence.COMING)
         return []
 

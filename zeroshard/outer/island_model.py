@@ -92,6 +92,7 @@ class ModelShards(Values):
 
         Collective: at stages 1 and 2, an all-gather of parameters; every rank must call.
         """
+        self._engine.await_published()  # other ranks are reading the shards
         for shard, other in zip(self.read_shards(), values, strict=True):
             for start in range(0, shard.numel(), PIECE_NUMEL):
                 shard[start : start + PIECE_NUMEL].copy_(other[start : start + PIECE_NUMEL])

@@ -169,6 +169,7 @@ class _Step:
             Kind.SEND_GRADIENT: self._messages.send_gradient,
         }
         if self._has_grad:
+            engine.learn()  # an error of the last step is not one of this step
             self._runner.tied.check_dropped()
         self._runner.finite.begin()
         waits = self._runner.mail.waits
