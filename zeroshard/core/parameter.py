@@ -141,14 +141,14 @@ class ReleasedParameter(ShardedParameter):
     def __torch_function__(  # type: ignore[override]
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        name, read = gradient.name_of(func), (args, kwargs)
+        name, read = gradient.name_of(func), (args, kwargs or {})
         with NoSubclasses():
             if name in gradient.CONVERSIONS and gradient.is_nothing_to_do(func, args, kwargs or {}):
                 return args[0]
         if name in METADATA:
-            read = args[1:], kwargs
+            read = args[1:] if name == "new_tensor" else (), {}
         elif name == "to":
-            read = args[:1], None  # another tensor has its dtype and device asked
+            read = args[:1], {}  # another tensor has its dtype and device asked
         for parameter in find(read, ReleasedParameter):
             demand(parameter, name)
         with NoSubclasses():

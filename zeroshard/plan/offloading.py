@@ -175,7 +175,8 @@ def automatic_offload(
             return whole(offload)
         return candidate_of(shape, dataclasses.replace(options, offload=offload))
 
-    found = _fastest_choice(options.row, quick, whole, steps=2 if shape is None else 5)
+    # A simulation of a pipe takes half a second.
+    found = _fastest_choice(options.row, quick, whole, steps=2 if shape is None else 5 if options.pipe == 1 else 1)
     return (choices_for(options.row)[-1][-1], False) if found is None else (found.asked.offload, True)
 
 

@@ -261,7 +261,9 @@ def make_plan(
         return min((found, *(planned(dataclasses.replace(one, no_sync=False)) for one in tried)), key=_rank_of)
 
     def offload_for(row: Residency) -> tuple[Offload | None, bool]:
-        one = dataclasses.replace(options, row=row, bytes_part=parts[0])
+        # Of what a pipe is tried with, what takes least memory.
+        no_sync = options.no_sync and (places == 1 or reduce != "auto")
+        one = dataclasses.replace(options, row=row, bytes_part=parts[0], no_sync=no_sync)
         return automatic_offload(shape, one, functools.partial(plan, row))
 
     chosen_row, chosen_offload, _ = choose(
