@@ -261,6 +261,7 @@ def train_engine(job: Job) -> dict[str, Any]:
             losses.append(_pass(model, step, 1, rank, job.device))
             optimizer.step()
             optimizer.zero_grad()
+        zero.agree(True)  # waits for what the last step has published
         memory = zero.memory()
         return {
             "losses": losses,
