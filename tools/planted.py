@@ -490,8 +490,8 @@ ENGINE = (
     Bug(
         "modules do not wait for their published parameters",
         "core/hooks.py",
-        "            if unit.presence is Presence.COMING:",
-        "            if unit.presence is Presence.RELEASED:",
+        "            if unit.is_coming:",
+        "            if not unit:",
         f"{_ENGINE}/test_publish_overlap.py::test_each_unit_is_waited_for_at_its_entry[1-Extension-1]",
     ),
     Bug(

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from zeroshard.core.engine import Engine
-from zeroshard.core.states import Presence
 from zeroshard.torch_private import is_inside_functional_call
 from zeroshard.tree import find
 
@@ -128,7 +127,7 @@ class Arrive(Eager):
     def __call__(self, *args: Any) -> None:
         """Run it, if there is something to wait for."""
         for unit in self._needed:
-            if unit.presence is Presence.COMING:
+            if unit.is_coming:
                 self._call()
 
     def _run(self) -> None:

@@ -141,18 +141,17 @@ class ReleasedParameter(ShardedParameter):
     def __torch_function__(  # type: ignore[override]
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        name, read = gradient.name_of(func), (args, kwargs or {})
+        name, kwargs = gradient.name_of(func), kwargs or {}
+        if name not in METADATA or name == "new_tensor":
+            with NoSubclasses():
+                if name in gradient.CONVERSIONS and gradient.is_nothing_to_do(func, args, kwargs):
+                    return args[0]
+            # `new_tensor` reads the other tensor alone, `to` its own: of the other it asks dtype and device.
+            read = {"new_tensor": args[1:], "to": args[:1]}.get(name, (args, kwargs))
+            for parameter in find(read, ReleasedParameter):
+                demand(parameter, name)
         with NoSubclasses():
-            if name in gradient.CONVERSIONS and gradient.is_nothing_to_do(func, args, kwargs or {}):
-                return args[0]
-        if name in METADATA:
-            read = args[1:] if name == "new_tensor" else (), {}
-        elif name == "to":
-            read = args[:1], {}  # another tensor has its dtype and device asked
-        for parameter in find(read, ReleasedParameter):
-            demand(parameter, name)
-        with NoSubclasses():
-            return func(*args, **(kwargs or {}))
+            return func(*args, **kwargs)
 
     @property
     def data(self) -> Tensor:

@@ -274,7 +274,7 @@ class Unit:
 
     def let_read(self, presence: Presence) -> None:
         """Change the result of a read of the parameters: values, or an error."""
-        if presence is not Presence.WHOLE:
+        if presence is not Presence.WHOLE:  # otherwise at the end, so that a wait repeats an interrupted change
             self.presence = presence
         if len(self._classes) != len(self.parameters):
             self._classes = [slot.form.classes for slot in self.slots]

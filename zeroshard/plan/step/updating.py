@@ -4,7 +4,7 @@ Owns their order. It must not know how pieces of whole matrices follow one anoth
 do (`elsewhere.py`). Needs no torch.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from functools import partial
 from operator import attrgetter
 
@@ -38,8 +38,7 @@ def update(job: Job, clock: Clock, storages: Storages, elsewhere: Elsewhere, use
         storages.drop(apart)
         storages.drop(wide)
     elsewhere.update(start_s)
-    optimizers = [one.buckets for one in job.updates]
-    updated, buckets = frozenset[int]().union(*optimizers), {b.number: b for unit in job.units for b in unit.buckets}
+    (optimizers, updated), buckets = _updated(job), {b.number: b for unit in job.units for b in unit.buckets}
     pending, flat = list[tuple[UnitSpec, float]](), _publish_flat(job, clock, storages)
     for kind, number in update_actions(job.units, optimizers):
         if kind == "update":
@@ -65,11 +64,15 @@ def update(job: Job, clock: Clock, storages: Storages, elsewhere: Elsewhere, use
 
 def published_before(job: Job, clock: Clock) -> dict[int, float]:
     """Publish what the update of the step before publishes beside this step; return when each unit arrives."""
+    optimizers, updated = _updated(job)
+    numbers = [number for kind, number in update_actions(job.units, optimizers) if kind == "publish"]
+    return {n: _publish(clock, unit) for n in numbers if _is_beside(job, unit := job.units[n].updated(updated))}
+
+
+def _updated(job: Job) -> tuple[Sequence[Collection[int]], frozenset[int]]:
+    """Return the numbers of the buckets that each optimizer updates, and those of all."""
     optimizers = [one.buckets for one in job.updates]
-    updated = frozenset[int]().union(*optimizers)
-    units = [job.units[number].updated(updated) for kind, number in update_actions(job.units, optimizers)
-             if kind == "publish"]  # fmt: skip
-    return {unit.number: _publish(clock, unit) for unit in units if _is_beside(job, unit)}
+    return optimizers, frozenset[int]().union(*optimizers)
 
 
 def note_arrival(clock: Clock, unit: UnitSpec) -> None:
