@@ -8,11 +8,10 @@ import functools
 import inspect
 import operator
 import sys
-import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import CellType, FrameType
-from typing import Any, Final, cast, final
+from typing import Any, Final, cast
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -22,7 +21,6 @@ from zeroshard.tree import find
 
 __all__ = [
     "BatchNorm",
-    "Call",
     "DisabledFunction",
     "DispatchMode",
     "IGNORED_BY_DDP",
@@ -479,34 +477,6 @@ def _bound_to(function: Any) -> list[Any]:
 
 def _is_of(frame: FrameType, path: str) -> bool:
     return frame.f_code.co_filename.replace("\\", "/").endswith(path)
-
-
-@final
-class Call:
-    """The running call of a hook's module; torch does not call later hooks if a KeyboardInterrupt ends the module.
-
-    Args:
-        hooks: the name of the Python module of the hook; if it is not on the stack, the thread represents the call.
-    """
-
-    __slots__ = ("_frame", "_thread")
-
-    def __init__(self, hooks: str) -> None:
-        frame = sys._getframe(1)
-        while frame.f_globals.get("__name__") != hooks and frame.f_back is not None:
-            frame = frame.f_back
-        # Dynamo wraps each function that it must not compile.
-        while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith((hooks, "torch._dynamo.")):
-            frame = frame.f_back
-        self._frame, self._thread = frame, threading.get_ident()
-
-    def is_running(self) -> bool:
-        """Return whether the call is still running; any thread may ask, such as that of a backward on a GPU."""
-        is_here = threading.get_ident() == self._thread
-        frame = sys._getframe(1) if is_here else sys._current_frames().get(self._thread)
-        while frame is not None and frame is not self._frame:
-            frame = frame.f_back
-        return frame is not None
 
 
 def innermost_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:

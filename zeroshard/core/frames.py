@@ -11,7 +11,7 @@ import torch
 
 from zeroshard.core.unit import Unit
 from zeroshard.table.schedule import ROOT
-from zeroshard.torch_private import Call
+from zeroshard.watch.stacks import Call
 
 __all__ = ["Frame", "Frames", "Gathered"]
 

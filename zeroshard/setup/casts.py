@@ -17,8 +17,9 @@ from torch import nn
 
 from zeroshard.core.dtypes import LossScale
 from zeroshard.core.hooks import Hook
-from zeroshard.torch_private import Call, graph_task
+from zeroshard.torch_private import graph_task
 from zeroshard.tree import map_floating
+from zeroshard.watch.stacks import Call
 
 __all__ = ["CastIn", "CastOut", "Edge", "EdgeIn", "EdgeOut"]
 

@@ -26,9 +26,10 @@ from zeroshard.core.unit import Unit
 from zeroshard.optim.keeps import Kept
 from zeroshard.optim.packed import Packed, pack, unpack
 from zeroshard.optim.pieces import update_in_pieces
-from zeroshard.torch_private import Call, keep_first, keep_last
+from zeroshard.torch_private import keep_first, keep_last
 from zeroshard.update.closures import Arguments, call_closure
 from zeroshard.update.sources import Source
+from zeroshard.watch.stacks import Call
 from zeroshard.wire.comm import Pending
 
 __all__ = ["ShardedOptimizer", "cut_state", "is_cut", "keep_state"]

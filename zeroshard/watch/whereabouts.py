@@ -4,13 +4,13 @@ Owns the inspection of the main thread's stack. It must not know what functions 
 """
 
 import os
-import sys
 import threading
 from pathlib import Path
-from types import FrameType
 from typing import Final
 
 import torch
+
+from zeroshard.watch.stacks import stack_of
 
 __all__ = ["LIBRARIES", "line_of_program"]
 
@@ -37,12 +37,10 @@ def line_of_program() -> str:
     True
     """
     called = ""
-    frame: FrameType | None = sys._current_frames().get(threading.main_thread().ident or 0)
-    while frame is not None:
+    for frame in stack_of(threading.main_thread().ident or 0):
         file, name = frame.f_code.co_filename, frame.f_code.co_name
         if not file.startswith(LIBRARIES):
             return f"{called and f'in {called}() '}at {Path(file).name}:{frame.f_lineno}"
         if file.startswith(_CALLED) and not name.startswith("_") and name not in _WRAPPERS:
             called = name
-        frame = frame.f_back
     return ""
