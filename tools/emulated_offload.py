@@ -21,7 +21,7 @@ Note: moments, not durations
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -35,7 +35,8 @@ from zeroshard import devices
 from zeroshard.core.buffer import Bucket
 from zeroshard.store.ahead import Late
 from zeroshard.store.disk import BLOCK_BYTES, Disk
-from zeroshard.store.stores import FarStore, FileStore, HostLanding, HostStore
+from zeroshard.store.landing import HostLanding, Leaving
+from zeroshard.store.stores import FarStore, FileStore, HostStore
 from zeroshard.update import background
 from zeroshard.update.streamed import Chunk
 
@@ -175,16 +176,11 @@ class Machine:
         """Have the host read and write so many bytes, and wait."""
         self._run("host", nbytes / self.host)
 
-    def put(self, target: Tensor, values: Tensor) -> None:
-        """Copy gradients to the host, in the order of the compute stream."""
-        target.copy_(values)
-        self._run("out", values.nbytes / self.bus)
-
-    def add(self, target: Tensor, values: Tensor, scale: float) -> None:
-        """Bring gradients of the host, add to them, and put them back, in the order of the compute stream."""
-        self._run("back", values.nbytes / self.bus)
-        target.add_(values, alpha=scale)
-        self._run("out", values.nbytes / self.bus)
+    def move(self, lane: str, to: Tensor, source: Tensor, after: Iterable["Mark"]) -> "Mark":
+        """Begin to copy a piece of a gradient, which stays as it is until then, after these marks."""
+        to.copy_(source)
+        begun_s = max(self.now_s, *(one.copy.done_s if one.copy else one.marked_s for one in after))
+        return Mark(self, self.now_s, self.lanes[lane].begin(begun_s, to.nbytes / self.bus))
 
     def fill(self, piece: Tensor, values: Tensor) -> None:
         """Convert values on the host, into a buffer."""
@@ -259,11 +255,14 @@ def emulated(machine: Machine, bytes_per_element: float) -> Iterator[Machine]:
         adam(params, *args, **options)
         machine.work(bytes_per_element * sum(one.numel() for one in params))
 
-    def put(landing: HostLanding, target: Tensor, values: Tensor) -> None:
-        machine.put(target, values)
+    take = Leaving._take
 
-    def add(landing: HostLanding, target: Tensor, values: Tensor, scale: float = 1.0) -> None:
-        machine.add(target, values, scale)
+    def take_piece(leaving: Leaving, to: Tensor, piece: Tensor, after: list[Any], *args: Any, **options: Any) -> Any:
+        take(leaving, to, piece, after[:1], *args, **options)  # here a wait is the program's
+        return machine.move("out", to, to.clone(), after)
+
+    def bring_piece(leaving: Leaving, room: Tensor, source: Tensor, after: list[Any]) -> Any:
+        return machine.move("back", room, source, after)
 
     bring = HostStore.bring
 
@@ -329,8 +328,11 @@ def emulated(machine: Machine, bytes_per_element: float) -> Iterator[Machine]:
     with ExitStack() as stack:
         stack.callback(machine.close)
         stack.enter_context(patch.object(functional, "adam", update))
-        stack.enter_context(patch.object(HostLanding, "put", put))
-        stack.enter_context(patch.object(HostLanding, "add", add))
+        stack.enter_context(patch.object(HostLanding, "is_far", True))
+        stack.enter_context(patch.object(Leaving, "_take", take_piece))
+        stack.enter_context(patch.object(Leaving, "_bring", bring_piece))
+        stack.enter_context(patch.object(devices, "pinned", lambda shape, dtype: torch.empty(shape, dtype=dtype)))
+        stack.enter_context(patch.object(devices, "used_on", lambda device, use, memory: None))
         stack.enter_context(patch.object(HostStore, "bring", bring_within_host))
         stack.enter_context(patch.object(FarStore, "_fill", fill))
         stack.enter_context(patch.object(FarStore, "_launch", launch))
@@ -343,6 +345,7 @@ def emulated(machine: Machine, bytes_per_element: float) -> Iterator[Machine]:
         stack.enter_context(patch.object(Bucket, "follow_late", follow_late))
         stack.enter_context(patch.object(FarStore, "takes_time", True))
         stack.enter_context(patch.object(devices, "lane", lane))
+        stack.enter_context(patch.object(devices, "mark", lambda device: machine.mark()))
         stack.enter_context(patch.object(devices, "mark_on", lambda device: machine.mark()))
         stack.enter_context(patch.object(Late, "start", start_late))
         stack.enter_context(patch.object(background, "is_worthwhile", lambda device: True))

@@ -1,6 +1,6 @@
-"""How much computation lies between the issue and the wait of each collective, in a steady step on an emulated device.
+"""How much computation lies between issue and wait of collectives and copies, in a steady step on an emulated device.
 
-    python -m tools.overlap        # a table: what is exposed, by stage, replicas, wire, accumulation and treatment
+    python -m tools.overlap     # a table: what is exposed, by stage, replicas, wire, accumulation, treatment, offload
 
 Owns the measurement. Read `tools/emulated.py` first: the engine and its transport are the product's, so a wait that is
 moved is seen here. Computation is the products that torch dispatches, in forwards of a block; its backward is two.
@@ -10,7 +10,7 @@ import argparse
 import itertools
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Final, final
 from unittest.mock import patch
@@ -22,6 +22,7 @@ from torch.utils.flop_counter import flop_registry
 
 import zeroshard as zs
 from tools.emulated import Device, Work, gpu
+from tools.emulated_copies import Bus, late_bus
 from zeroshard.testing import run_ranks
 
 __all__ = ["CASES", "Case", "Wait", "exposed", "measure"]
@@ -43,6 +44,7 @@ class Case:
     Args:
         replicas: number of copies of the state; 1 for none.
         reduce: the dtype of gradients in messages.
+        offload: whether states and gradients are on the host.
     """
 
     stage: int
@@ -50,16 +52,21 @@ class Case:
     reduce: str = "float32"
     micro_batches: int = 1
     activations: str | None = None
+    offload: bool = False
 
     def __str__(self) -> str:
         parts = [f"stage {self.stage}", f"{self.replicas} copies" * (self.replicas > 1), self.reduce]
         parts += ["2 micro-batches" * (self.micro_batches > 1), self.activations or ""]
+        parts += ["offload" * self.offload]
         return ", ".join(filter(None, parts))
 
 
 CASES: Final = tuple(
     Case(*options)
     for options in itertools.product((1, 2, 3), (1, 2), ("float32", "bfloat16"), (1, 2), (None, "recompute"))
+) + tuple(
+    Case(stage, copies, micro_batches=micro_batches, offload=True)
+    for stage, copies, micro_batches in itertools.product((2, 3), (1, 2), (1, 2))
 )
 
 
@@ -69,7 +76,7 @@ class Wait:
     """A collective of a unit.
 
     Args:
-        kind: such as "gather in forward" or "all-reduce in backward".
+        kind: such as "gather in forward", "all-reduce in backward" or "copy out".
         hidden: computation between its issue and its wait, in forwards of a block.
     """
 
@@ -157,7 +164,12 @@ def measure(case: Case) -> list[Wait]:
     Collective: every rank must call.
     """
     clock, waits = Clock(), list[Wait]()
-    with gpu(case.stage) as device, watched(clock, waits):
+    bus = Bus(
+        eagerness=0.0,
+        waited=lambda copy: waits.append(Wait(f"copy {copy.lane}", copy.name or "root", clock.now - copy.begun)),
+        now=lambda: clock.now,
+    )
+    with gpu(case.stage) as device, watched(clock, waits), late_bus(bus) if case.offload else nullcontext():
         device.eagerness = 0.0
         torch.manual_seed(0)
         model = Model()
@@ -169,6 +181,7 @@ def measure(case: Case) -> list[Wait]:
             mesh=case.replicas if case.replicas > 1 else None,
             units=[Block],
             activations=case.activations,
+            offload="host" if case.offload else None,
             precision=zs.Precision(reduce=getattr(torch, case.reduce)),
         )
         with clock:

@@ -481,6 +481,27 @@ ENGINE = (
         f"{_ENGINE}/test_publish_overlap.py::test_each_unit_is_waited_for_at_its_entry[1-Block-1]",
     ),
     Bug(
+        "gradients that leave a device are waited for at once",
+        "store/landing.py",
+        "not in (owner, self._under_way[-1].owner)",
+        "not in ()",
+        f"{_ENGINE}/test_overlap.py::test_only_the_ends_of_a_pass_are_exposed[stage 3, float32, offload]",
+    ),
+    Bug(
+        "gradients come back before they have left",
+        "store/landing.py",
+        "for one in (buffer.copied, written)",
+        "for one in (buffer.copied,)",
+        f"{_ENGINE}/test_offload_leaving.py::test_gradients_come_back_after_they_have_left",
+    ),
+    Bug(
+        "a buffer is filled before the copy from it is over",
+        "store/landing.py",
+        "for one in (buffer.copied, written)",
+        "for one in (begun, written)",
+        f"{_ENGINE}/test_offload_leaving.py::test_gradients_that_leave_late_change_no_bit[accumulates-1]",
+    ),
+    Bug(
         "reads of published parameters do not wait",
         "core/unit.py",
         "classes[presence is not Presence.WHOLE]",

@@ -37,6 +37,7 @@ __all__ = [
     "side_stream",
     "stream_of",
     "use",
+    "used_on",
 ]
 
 Mark = torch.Event
@@ -189,6 +190,11 @@ def side_stream(device: torch.device, use: str, cuda: Any) -> Any:
         cuda: `torch.cuda`, or a substitute in tests.
     """
     return cuda.Stream(device=device)
+
+
+def used_on(device: torch.device, use: str, memory: torch.Tensor) -> None:
+    """Keep the allocator from using memory again before a separate stream has done the work queued so far."""
+    memory.record_stream(side_stream(device, use, torch.cuda))
 
 
 def begin_thread(device: torch.device) -> None:

@@ -131,6 +131,7 @@ class Devices:
         devices.mark = lambda device: Event(self)
         devices.lane = lambda device, use, after: self._on(STREAMS[use], after)
         devices.on_stream = lambda device, stream: self._to(stream)
+        devices.used_on = lambda device, use, memory: None
         devices.pinned = lambda shape, dtype: torch.empty(shape, dtype=dtype, device="cpu")
         devices.order_after = lambda device, stream: self.waits.append((stream, self.stream(device.index or 0)))
 

@@ -59,11 +59,12 @@ def test_states_elsewhere_train_as_on_the_device() -> None:
             assert one["bytes"][column] == one["predicted"][column], case
         if place == "parameters":
             assert one["bytes"]["parameters"] == 0, case
-        # Each copy follows what was launched before, and what computes next follows the copy.
+        # Each copy follows what was launched before, and what computes next follows the copy, or that of the gradients
+        # of two units before. With a loss scale the host waits, and looks for overflows.
         stays = place in ("device", "gradients stay", "parameters alone")
         for lane, is_used in {"back": place != "device", "out": not stays}.items():
-            stream = cuda.STREAMS[lane]
-            assert ([0, stream] in one["waits"], [stream, 0] in one["waits"]) == (is_used, is_used), (case, lane)
+            stream, is_followed = cuda.STREAMS[lane], is_used and not (lane == "out" and "fp16" in case)
+            assert ([0, stream] in one["waits"], [stream, 0] in one["waits"]) == (is_used, is_followed), (case, lane)
 
 
 @pytest.mark.rotates

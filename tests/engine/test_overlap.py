@@ -1,4 +1,4 @@
-"""Which collectives of a steady step have no computation beside them on a device: the first and the last, no others."""
+"""Which collectives and copies of a steady step have no computation beside them on a device: the first and the last."""
 
 import pytest
 
@@ -20,6 +20,11 @@ def expected(case: Case) -> set[str]:
     if case.replicas > 1:
         # The sum over replicas follows that of its replica, one unit later.
         found |= {f"all-reduce in backward: {unit}{times}" for unit in ("blocks.1", FIRST, "root")}
+    if case.offload:
+        found |= {f"copy out: {unit}" for unit in (FIRST, "root")}
+        # At the end of a backward the last sums leave together, and the memory of two units is under way.
+        before = ["blocks.1"] + ["blocks.2"] * (case.replicas > 1)
+        found |= {f"copy out: {unit} ({case.micro_batches + 1} times)" for unit in before}
     return found
 
 

@@ -71,6 +71,7 @@ def test_the_engine_is_covered() -> None:
         "core",
         "optim",
         "setup",
+        "store",
         "update",
         "table",
         "whole",

@@ -21,7 +21,7 @@ from typing import final
 import torch
 
 from zeroshard.core.states import Own, Scope, Sum
-from zeroshard.store.stores import Landing
+from zeroshard.store.landing import Landing
 from zeroshard.table.spec import BucketSpec, Range
 from zeroshard.table.trace import Ledger
 from zeroshard.torch_private import foreach_copy_, foreach_mul_, users_of_storage

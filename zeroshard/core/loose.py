@@ -10,7 +10,7 @@ import torch
 
 from zeroshard.core.grads import Gradients, Places
 from zeroshard.core.states import Own, Scope, Sum
-from zeroshard.store.stores import Landing
+from zeroshard.store.landing import Landing
 from zeroshard.table.settings import HOT_NUMEL
 from zeroshard.table.spec import BucketSpec
 from zeroshard.table.trace import Ledger
@@ -38,7 +38,7 @@ class LooseGradients(Gradients):
         """See `Gradients`."""
         held = self._held[index]
         if held is not None:
-            self.landing.add(held, grad if scale == 1.0 else grad.to(self.dtype), scale)
+            self.landing.add(held, grad, scale)
         else:
             held = self._hold(index, grad, scale)
         if held.numel() >= HOT_NUMEL and self._hot.get(index, held) is not None:
@@ -47,9 +47,9 @@ class LooseGradients(Gradients):
 
     def _hold(self, index: int, grad: Tensor, scale: float = 1.0, *, is_ours: bool = True) -> Tensor:
         """Hold a gradient, in its own memory if that `is_ours` and has the layout of held gradients."""
-        places, is_taken = self._places, is_ours and grad.dtype == self.dtype and self._places.is_alone(index, grad)
+        places, is_taken = self._places, is_ours and self._places.is_alone(index, grad)
         form = places.shapes[index], places.strides[index]
-        self._held[index] = held = self.landing.keep(grad.to(self.dtype), scale, form, is_taken=is_taken)
+        self._held[index] = held = self.landing.keep(grad, self.dtype, scale, form, is_taken=is_taken)
         self.landing.count(self._ledger, held.nbytes)
         return held
 

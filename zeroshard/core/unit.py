@@ -319,7 +319,9 @@ class Unit:
             if (grads := bucket.flat) is None:
                 bucket.grads.hand_over()
                 bucket.grads.scope = min(bucket.grads.scope, scope)
-                self.note_overflow(bucket.grads.tensors())
+                if self.loss_scale is not None:
+                    bucket.grads.landing.wait()
+                    self.note_overflow(bucket.grads.tensors())
                 continue
             local = grads.take_local(comm.mesh.replicas) if is_ready else None
             scale = self.scale if comm.mesh.replicas == 1 else 1.0
@@ -406,6 +408,8 @@ class Unit:
     def end_backward(self) -> None:
         """Reset the state of one backward pass."""
         self.copy_arrived()
+        for bucket in self.buckets:
+            bucket.grads.landing.end_pass()
         self.landed = 0
         self.has_end_hint, self.recomputed = False, 0
 

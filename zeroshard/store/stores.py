@@ -22,26 +22,15 @@ from zeroshard.store import file_calls
 from zeroshard.store.ahead import Ahead, Waitable
 from zeroshard.store.bus import carry
 from zeroshard.store.disk import BLOCK_BYTES, Disk, buffer_of
+from zeroshard.store.landing import Buffer, DeviceLanding, HostLanding, Landing, Leaving, Tell
 from zeroshard.store.stored import StoredTensor, is_aligned, is_stored
 from zeroshard.table.cells import DEVICE, Cell, Place, Residency
-from zeroshard.table.trace import Ledger
 
-__all__ = ["DeviceStore", "FarStore", "FileStore", "HostStore", "Landing", "MEMORIES", "Store", "Stores", "moves"]
+__all__ = ["DeviceStore", "FarStore", "FileStore", "HostStore", "MEMORIES", "Store", "Stores", "moves"]
 
 Tensor = torch.Tensor
-Form = tuple[tuple[int, ...], tuple[int, ...]]
-Tell = Callable[[str, int], None]
 
 IN_MEMORY: Final = ("tmpfs", "ramfs")
-
-
-@final
-class Buffer:
-    """Staging memory, and the event of the last copy from it."""
-
-    def __init__(self, memory: Tensor) -> None:
-        self.memory = memory
-        self.copied: devices.Mark | None = None
 
 
 def moves(target: Tensor, source: Tensor) -> Iterator[str]:
@@ -94,7 +83,7 @@ class Store(ABC):
         """Copy values of this memory to `target`, in the dtype of the target."""
 
     @abstractmethod
-    def landing(self, tell: Tell) -> "Landing":
+    def landing(self, tell: Tell) -> Landing:
         """Return what puts the gradients of a bucket into this memory; it tells of copies, by kind and bytes."""
 
     def reserve(self, sizes: Sequence[int]) -> None:
@@ -138,7 +127,7 @@ class DeviceStore(Store):
         """See `Store`."""
         target.copy_(source)
 
-    def landing(self, tell: Tell) -> "Landing":
+    def landing(self, tell: Tell) -> Landing:
         """See `Store`."""
         return DeviceLanding(self.device)
 
@@ -153,6 +142,7 @@ class FarStore(Store):
         super().__init__(device, place, where, is_alone=is_alone)
         self.ahead = Ahead(device, where)
         """Copies to the device ahead of use."""
+        self._leaving = Leaving(device, self._buffer_bytes)
         self._buffers: SimpleQueue[Buffer] | None = None
         self._lock = threading.Lock()
 
@@ -188,9 +178,9 @@ class FarStore(Store):
                 self._fill(piece, values)
                 buffer.copied = self._launch(to, piece)
 
-    def landing(self, tell: Tell) -> "Landing":
+    def landing(self, tell: Tell) -> Landing:
         """See `Store`: gradients do not go to files."""
-        return HostLanding(self.device, tell)
+        return HostLanding(self.device, tell, self._leaving)
 
     def _is_far(self, target: Tensor) -> bool:
         return target.device.type != "cpu"
@@ -324,145 +314,6 @@ class FileStore(FarStore):
         pinned = super()._make_buffer() if self.device.type != "cpu" else None
         is_usable = pinned is not None and pinned.data_ptr() % BLOCK_BYTES == 0
         return pinned if pinned is not None and is_usable else buffer_of(self._buffer_bytes)
-
-
-class Landing(ABC):
-    """The way of a bucket's gradients into the memory between steps.
-
-    Args:
-        device: the rank's.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    @abstractmethod
-    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return (numel,) of that memory, with any content."""
-
-    @abstractmethod
-    def put(self, target: Tensor, values: Tensor) -> None:
-        """Begin to write values of the device to `target`."""
-
-    @abstractmethod
-    def add(self, target: Tensor, values: Tensor, scale: float = 1.0) -> None:
-        """Begin to add `scale` times values of the device to `target`."""
-
-    @abstractmethod
-    def keep(self, values: Tensor, scale: float, form: Form, *, is_taken: bool) -> Tensor:
-        """Return a tensor of that memory, in which `scale` times `values` will be.
-
-        Args:
-            form: its shape and strides; it has no gaps.
-            is_taken: whether `values` has this form, and its memory may be changed and kept.
-        """
-
-    @abstractmethod
-    def sum(self, held: Tensor) -> Tensor | None:
-        """Return the sum of values on their arrival; None if the host would have to wait for it."""
-
-    @abstractmethod
-    def place_of_sum(self, held: Callable[[], Tensor], other: Tensor) -> Tensor:
-        """Return where the device writes a sum: to that memory, `held()`, if it can, or to `other`, for `put`."""
-
-    @abstractmethod
-    def count(self, ledger: Ledger, nbytes: int) -> None:
-        """Count bytes that are taken there, or given back if negative."""
-
-    def wait(self) -> None:
-        """Return when all that was begun is there."""
-        return
-
-
-@final
-class DeviceLanding(Landing):
-    """Gradients that stay on the device."""
-
-    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """See `Landing`."""
-        return torch.empty(numel, dtype=dtype, device=self._device)
-
-    def put(self, target: Tensor, values: Tensor) -> None:
-        """See `Landing`."""
-        target.copy_(values)
-
-    def add(self, target: Tensor, values: Tensor, scale: float = 1.0) -> None:
-        """See `Landing`."""
-        target.add_(values, alpha=scale)
-
-    def keep(self, values: Tensor, scale: float, form: Form, *, is_taken: bool) -> Tensor:
-        """See `Landing`."""
-        held = values if is_taken else self.empty(values.numel(), values.dtype).as_strided(*form).copy_(values)
-        return held if scale == 1.0 else held.mul_(scale)
-
-    def sum(self, held: Tensor) -> Tensor | None:
-        """See `Landing`."""
-        return held.sum() if held.device.type == "cpu" else None
-
-    def place_of_sum(self, held: Callable[[], Tensor], other: Tensor) -> Tensor:
-        """See `Landing`."""
-        return held()
-
-    def count(self, ledger: Ledger, nbytes: int) -> None:
-        """See `Landing`."""
-        ledger.add("gradients", nbytes)
-
-
-@final
-class HostLanding(Landing):
-    """Gradients that a device leaves on the host: under way until `wait()`.
-
-    The stream of the sums waits for each copy, so no buffer is reused before the copy has read it. A gradient that is
-    already on the host is copied back and added to on the device: the stream keeps that order without a wait of the
-    host.
-    """
-
-    def __init__(self, device: torch.device, tell: Tell) -> None:
-        super().__init__(device)
-        self._is_far, self._tell = device.type != "cpu", tell
-        self._event: devices.Mark | None = None
-
-    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """See `Landing`."""
-        return devices.pinned((numel,), dtype) if self._is_far else torch.empty(numel, dtype=dtype, device="cpu")
-
-    def put(self, target: Tensor, values: Tensor) -> None:
-        """See `Landing`."""
-        if self._is_far:
-            self._tell("copy out", values.nbytes)
-        self._event = carry(self._device, "out", target, values)
-
-    def add(self, target: Tensor, values: Tensor, scale: float = 1.0) -> None:
-        """See `Landing`."""
-        if not self._is_far:
-            target.add_(values, alpha=scale)
-            return
-        total = torch.empty_like(target, device=self._device)
-        self._tell("copy in", total.nbytes)
-        carry(self._device, "back", total, target)
-        self.put(target, total.add_(values, alpha=scale))
-
-    def keep(self, values: Tensor, scale: float, form: Form, *, is_taken: bool) -> Tensor:
-        """See `Landing`."""
-        held = self.empty(values.numel(), values.dtype).as_strided(*form)
-        self.put(held, values if scale == 1.0 else values * scale)
-        return held
-
-    def sum(self, held: Tensor) -> None:
-        """See `Landing`."""
-
-    def place_of_sum(self, held: Callable[[], Tensor], other: Tensor) -> Tensor:
-        """See `Landing`."""
-        return other
-
-    def count(self, ledger: Ledger, nbytes: int) -> None:
-        """See `Landing`: the ledger counts bytes of the device."""
-
-    def wait(self) -> None:
-        """See `Landing`."""
-        if self._event is not None:
-            self._event.synchronize()
-            self._event = None
 
 
 MEMORIES: Mapping[str, type[FarStore]] = MappingProxyType({"host": HostStore, "file": FileStore})

@@ -8,16 +8,16 @@ Note: lanes
     yet, and at the end of a pass for its reductions; these waits are exposed. Exchanges along the tensor axis are part
     of an operation, so the compute lane waits for them, and for copies of activations to the host and back.
     With offload there are six more: "out" and "back", the two directions of the bus, "host", its processors, "copier",
-    the thread that fills pinned buffers ahead of use, and "read" and "write" of a disk. Gradients leave in the order of
-    the compute lane, which waits for each. It waits for an update on the host at the end of the step, or, if that
-    update continues after the step, in the next forward, unit by unit. It waits for offloaded parameters where they are
-    used. These waits are `offload_s`, and no part of `exposed_s`.
+    the thread that fills pinned buffers ahead of use, and "read" and "write" of a disk. Gradients leave beside the
+    compute lane, which waits for those of the bucket before the last one. It waits for an update on the host at the end
+    of the step, or, if that update continues after the step, in the next forward, unit by unit. It waits for offloaded
+    parameters where they are used. These waits are `offload_s`, and no part of `exposed_s`.
 """
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import final
+from typing import Final, final
 
 from zeroshard.plan.machine.hardware import Cost, Device, Span
 from zeroshard.plan.step.film import LaneSpan, Tick
@@ -26,6 +26,9 @@ from zeroshard.plan.step.system import ZEROSHARD, System
 from zeroshard.table.trace import Event
 
 __all__ = ["Clock", "sent_of"]
+
+LEAVE_LAUNCHES: Final = 4
+"""Calls for a piece of a gradient that leaves, each as long as a kernel's: copy, addition, copy, and their events."""
 
 
 @final
@@ -146,13 +149,27 @@ class Clock:
         self.free_s[lane] = stop_s
         return stop_s
 
-    def copy(self, lane: str, what: str, nbytes: int) -> None:
-        """Copy over the bus, and wait for it."""
-        start_s = max(self.now_s, self.free_s[lane])
-        stop_s = self.free_s[lane] = start_s + self._device.copy_s(nbytes)
-        self._note_busy(lane, stop_s - start_s)
-        self.lanes.append(LaneSpan(lane, start_s, stop_s, what))
-        self.wait(f"{what} on the bus", stop_s, is_offload=True)
+    def leave(self, what: str, nbytes: int, pieces: int, *, is_added: bool) -> float:
+        """Begin to copy gradients to the host, and return when they are there.
+
+        Args:
+            is_added: whether each piece follows what the host has of it, through one of `PINNED` buffers.
+        """
+        took_s = self._device.copy_s(nbytes)
+        each_s, begun_s = took_s / pieces, max(self.now_s, self.free_s["back"])
+        left_s = max(self.now_s, self.free_s["out"]) + took_s
+        if is_added:
+            left_s = max(left_s, begun_s + took_s + each_s)
+            brought_s = left_s - each_s if pieces > PINNED else begun_s + took_s
+            self._occupy("back", took_s, brought_s, what)
+        self._occupy("out", took_s, left_s, what)
+        self._queued_s += pieces * LEAVE_LAUNCHES * self._queue_s[0]
+        return left_s
+
+    def _occupy(self, lane: str, took_s: float, until_s: float, what: str) -> None:
+        self.free_s[lane] = until_s
+        self._note_busy(lane, took_s)
+        self.lanes.append(LaneSpan(lane, until_s - took_s, until_s, what))
 
     def begin_copy(self, lane: str, nbytes: int) -> float:
         """Begin a copy over the bus beside computation, and return when it is done; on a CPU there is no bus."""

@@ -4,22 +4,31 @@ Owns what moves between memories, and when. It must not know passes or the updat
 those of `offload_times.py`; read it first. Needs no torch.
 """
 
+from collections import deque
 from collections.abc import Mapping
-from typing import Final, final
+from typing import Final, NamedTuple, final
 
 from zeroshard.describe.offload import written_bytes
 from zeroshard.plan.step.clock import Clock
 from zeroshard.plan.step.offload_times import Work, bring_ahead, play_update
 from zeroshard.plan.step.rank_job import Job
-from zeroshard.plan.step.staging import piece_numel
+from zeroshard.plan.step.staging import LEAST_BYTES, piece_numel
 from zeroshard.plan.step.storages import Storages
-from zeroshard.table.cells import Cell
+from zeroshard.table.cells import Cell, Place
 from zeroshard.table.spec import BucketSpec, UnitSpec, itemsize
 
 __all__ = ["Elsewhere"]
 
 MOST_PIECES: Final = 64
 """Of a bucket in files that are played one by one; more of them change a step by less than one of them takes."""
+
+
+class _Left(NamedTuple):
+    """Gradients of a bucket on their way to the host: their memory on the device, and when they are there."""
+
+    bucket: str
+    storage: int
+    left_s: float
 
 
 @final
@@ -34,6 +43,8 @@ class Elsewhere:
         self._job, self._clock, self._storages = job, clock, storages
         self._is_cpu = job.device.is_cpu
         self._updating = dict(carried)
+        self._stocked = set[Place]()
+        self._leaving = deque[_Left]()
 
     def carried(self) -> Mapping[int, float]:
         """Return when the updates that continue after the step end, by unit, in seconds from its end."""
@@ -78,18 +89,37 @@ class Elsewhere:
 
     # -- gradients --------------------------------------------------------------------------------------------------
 
-    def leave(self, bucket: BucketSpec, nbytes: int, *, is_first: bool) -> None:
-        """Move gradients out; what lies there already comes to the device before, and is added to."""
-        if self._is_cpu or not nbytes:
-            return
-        clock, what, brought = self._clock, f"gradients of {bucket.name}", -1
+    def stock(self) -> None:
+        """Make the buffers through which gradients leave, and which stay, if they are not there yet."""
+        places = {b.row.gradients.place for unit in self._job.units for b in unit.reduced}
+        for place in {place for place in places if place.staging_bytes} - self._stocked if not self._is_cpu else ():
+            self._stocked.add(place)
+            self._storages.make(2 * _buffer_bytes(place), "transient", "", "buffers of gradients that leave")
+
+    def leave(self, bucket: BucketSpec, nbytes: int, storage: int, *, is_first: bool) -> None:
+        """Begin to move gradients out; what lies there already comes to the device before, and is added to.
+
+        The memory of two buckets may be on its way; the compute lane waits for that of the one before them.
+
+        Args:
+            storage: the memory of the gradients on the device.
+        """
+        clock, way = self._clock, self._leaving
+        while way and way[0].bucket not in (bucket.name, way[-1].bucket):
+            clock.wait(f"gradients of {way[0].bucket} on the bus", way[0].left_s, is_offload=True)
+            self._storages.drop(way.popleft().storage)
+        self.stock()
         if not is_first:
-            brought = self._storages.make(nbytes, "transient", bucket.name, "sums of gradients")
             clock.move("copy in", bucket.unit, nbytes, "gradients from the host")
-            clock.copy("back", what, nbytes)
         clock.move("copy out", bucket.unit, nbytes, "gradients to the host")
-        clock.copy("out", what, nbytes)
-        self._storages.drop(brought)
+        pieces = -(-nbytes // _buffer_bytes(bucket.row.gradients.place))
+        left_s = clock.leave(f"gradients of {bucket.name}", nbytes, pieces, is_added=not is_first)
+        way.append(_Left(bucket.name, storage, left_s))
+
+    def end_pass(self) -> None:
+        """Give back the memory of gradients on their way, which the allocator uses again soon."""
+        while self._leaving:
+            self._storages.drop(self._leaving.popleft().storage)
 
     # -- the update -------------------------------------------------------------------------------------------------
 
@@ -112,6 +142,7 @@ class Elsewhere:
             lanes.now_s = lanes.run("out", device.copy_s(nbytes), f"gradients of {bucket.name}")
         # Whether gradients are finite, and the norm that clips them: each reads all of them.
         read_bytes = 0 if self._is_cpu else 2 * held_bytes
+        lanes.now_s = max(lanes.now_s, clock.free_s["out"] if read_bytes else 0.0)
         lanes.now_s = lanes.run("host", device.host_s(read_bytes, job.host_ranks), "norms of gradients")
         arrived_s = play_update([self._work_of(bucket) for bucket in away if not self._is_early(bucket)], lanes)
         for bucket in filter(_numel_away, here):
@@ -186,3 +217,7 @@ class Elsewhere:
 def _numel_away(bucket: BucketSpec) -> int:
     """Return how many of the parameters that a rank keeps are off the device between uses."""
     return bucket.parameters[1] - bucket.parameters[0] - (bucket.here[1] - bucket.here[0])
+
+
+def _buffer_bytes(place: Place) -> int:
+    return max(LEAST_BYTES, place.staging_bytes // 2)

@@ -68,8 +68,7 @@ class Landing:
             self.used.add(bucket.number)
             is_taken = is_named and one.is_alone and bucket.formats.param == bucket.formats.grad
             if bucket.lands_on_sums:
-                if self._add(bucket, one, is_named=is_named, is_taken=is_taken):
-                    self._storages.turn(numbers.pop(one.tensor), "gradients", bucket.name, one.what)
+                self._add(bucket, one, numbers, is_taken=is_taken)
             elif bucket.adopts and is_taken and bucket.number not in self._local:
                 storage, numel = numbers.pop(one.tensor), one.nbytes // itemsize(bucket.formats.param)
                 self._storages.turn(storage, "transient", bucket.name, "gradients to reduce")
@@ -77,9 +76,10 @@ class Landing:
             else:
                 self._begin(bucket, is_adopted=bucket.adopts and not is_named)
 
-    def _add(self, bucket: BucketSpec, one: Instruction, *, is_named: bool, is_taken: bool) -> bool:
-        """Add one rank's gradient to the sum; return whether its own memory is the sum from here on."""
+    def _add(self, bucket: BucketSpec, one: Instruction, numbers: MutableMapping[int, int], *, is_taken: bool) -> None:
+        """Add one rank's gradient to the sum; the first one's own memory is the sum from here on, if it can be."""
         storages, sizes, is_first = self._storages, bucket.formats, bucket.number not in self._summed
+        is_named = one.tensor >= 0
         self._arrived.add(bucket.number)
         if not is_named:  # the memory of all sums at once
             self._hold(bucket)
@@ -91,18 +91,21 @@ class Landing:
                 numel = numel * owned // bucket.layout.numel
             is_away = numel > 0
         if not is_away and (is_taken or not is_named or not is_first):
-            return is_first and is_taken
-        nbytes = numel * itemsize(sizes.grad)
-        given_bytes = numel * itemsize(sizes.param) * (not is_named)
-        given = storages.make(given_bytes, "transient", bucket.name, "gradient on its way")
-        converted = storages.make(nbytes * (sizes.param != sizes.grad), "transient", bucket.name, "conversion")
+            if is_first and is_taken:
+                storages.turn(numbers.pop(one.tensor), "gradients", bucket.name, one.what)
+            return
+        nbytes, way = numel * itemsize(sizes.grad), "gradient on its way"
         if is_named and is_first:
             storages.make(nbytes, "gradients", bucket.name, one.what, memory="host" if is_away else "device")
-        if is_away:
-            self._elsewhere.leave(bucket, nbytes, is_first=is_first)
-        storages.drop(converted)
-        storages.drop(given)
-        return False
+        if not is_away or self._job.device.is_cpu:
+            # What is added in another dtype is converted; the first one is, as it is copied.
+            storages.pass_by(nbytes * (sizes.param != sizes.grad and not is_first), "transient", bucket.name, way)
+            return
+        if is_named and one.is_alone:
+            storages.turn(storage := numbers.pop(one.tensor), "transient", bucket.name, way)
+        else:
+            storage = storages.make(numel * itemsize(sizes.param), "transient", bucket.name, way)
+        self._elsewhere.leave(bucket, nbytes, storage, is_first=is_first)
 
     def _begin(self, bucket: BucketSpec, *, is_adopted: bool = False) -> None:
         """Take the memory that a bucket's gradients arrive in.
@@ -201,8 +204,10 @@ class Landing:
         leaving, self._leaving = self._leaving, []
         if leaving:
             self._clock.wait("reductions", self._reduced_s)
-        for bucket, is_first in leaving:
-            self._elsewhere.leave(bucket, sum(bucket.held_gradient_bytes), is_first=is_first)
+        for bucket, is_first in leaving if not self._job.device.is_cpu else ():
+            nbytes = sum(bucket.held_gradient_bytes)
+            storage = self._storages.make(nbytes, "transient", bucket.name, "gradients on their way")
+            self._elsewhere.leave(bucket, nbytes, storage, is_first=is_first)
 
     def end_pass(self) -> None:
         """Wait for the reductions of a backward."""
@@ -218,6 +223,7 @@ class Landing:
         for bucket in sorted(self._tails, key=lambda bucket: bucket.number):
             self._clock.note("wait", bucket.unit)
         self._tails.clear()
+        self._elsewhere.end_pass()
         self._summed |= self._arrived
         self._arrived.clear()
 

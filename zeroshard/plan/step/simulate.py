@@ -109,6 +109,7 @@ class _Rank:
             self._passes.landing.hold_kept()
         if not is_first:
             self._make_states()
+            self.elsewhere.stock()
             self._passes.landing.hold_kept()
             self._make_kept(*job.made)
         for numel, dtype in self._pooled:
