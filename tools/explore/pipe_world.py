@@ -265,7 +265,7 @@ class PipeUnit(FakeUnit):
         states = SimpleNamespace(states=SimpleNamespace(is_on_device=True))
         spec = SimpleNamespace(name=self.name, row=states, lands_on_sums=False)
         grads = SimpleNamespace(
-            land=self.land_at, part=lambda index: self._tensor, landing=SimpleNamespace(wait=lambda: None)
+            land=self.land_at, part=lambda index: self._tensor, landing=SimpleNamespace(wait=lambda: None, end_pass=lambda: None)
         )
         return SimpleNamespace(spec=spec, full=parameter.detach(), updates=0, flat=None, grads=grads)
 
