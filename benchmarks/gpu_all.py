@@ -52,7 +52,9 @@ PARTS: Final = (
     Part("offload", "benchmarks.gpu_offload --depths 16 --minutes 0.6", most_s=120, resumes=False),
 )
 """In the order of their value. One rank includes the treatments of activations."""
-CPU: Final = {"offload": "benchmarks.gpu_offload --depths 1 --entrant 'zeroshard, states'"}
+CPU: Final = {
+    "offload": "benchmarks.gpu_offload --depths 2 --entrant 'zeroshard, states' --entrant 'FSDP2 CPUOffloadPolicy'"
+}
 """Commands that the CPU has no time or library for as they are."""
 
 
