@@ -106,6 +106,8 @@ class PipeRank:
         kinds = {Kind.BACKWARD: "backward"} | ({} if program.is_whole else dict.fromkeys(FORWARDS, "forward"))
         self._passes = [(kinds[one.kind], one.chunk) for one in schedule.actions[self.place] if one.kind in kinds]
         self._done = self._chunk = 0
+        self._chunks: dict[int, int] = {}
+        """The chunk of each pass, by its number."""
         self._followed: list[Any] = []
         """Passes that are as those before them."""
         for unit in self.units:
@@ -210,14 +212,18 @@ class PipeRank:
         if phase != wanted:
             self._tell(f"a {phase} {key} is where the schedule has {wanted} pass of chunk {self._chunk}")
         pass_ = self._open(phase, key, **options)
+        self._chunks[pass_.number] = self._chunk
         if self.program.departures or self.program.failure is not None or self.step == 0:
             return pass_
         self._followed.append(pass_)
         return pass_
 
     def _moved(self, kind: str, unit: int) -> None:
-        if unit not in self.numbers.get(self._chunk, ()):
-            self._tell(f"{self.engine.order.current} of chunk {self._chunk} has the {kind} of unit {unit}")
+        # What a pass before has left is served while the next one opens.
+        pass_ = self.engine.order.current
+        chunk = self._chunk if pass_ is None else self._chunks.get(pass_.number, self._chunk)
+        if unit not in self.numbers.get(chunk, ()):
+            self._tell(f"{pass_} of chunk {chunk} has the {kind} of unit {unit}")
 
     def _landed(self, unit: int, index: int, grad: Tensor) -> None:
         """Note a gradient, whose value says of which micro-batch it is, and how often its parameter was used."""
