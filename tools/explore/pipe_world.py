@@ -264,9 +264,8 @@ class PipeUnit(FakeUnit):
     def _bucket(self, parameter: Tensor) -> Any:
         states = SimpleNamespace(states=SimpleNamespace(is_on_device=True))
         spec = SimpleNamespace(name=self.name, row=states, lands_on_sums=False)
-        grads = SimpleNamespace(
-            land=self.land_at, part=lambda index: self._tensor, landing=SimpleNamespace(wait=lambda: None, end_pass=lambda: None)
-        )
+        landing = SimpleNamespace(wait=lambda: None, end_pass=lambda: None)
+        grads = SimpleNamespace(land=self.land_at, part=lambda index: self._tensor, landing=landing)
         return SimpleNamespace(spec=spec, full=parameter.detach(), updates=0, flat=None, grads=grads)
 
     def hang(self, engine: Engine, mark: Marks) -> None:
