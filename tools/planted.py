@@ -483,9 +483,23 @@ ENGINE = (
     Bug(
         "gradients that leave a device are waited for at once",
         "store/landing.py",
-        "not in (owner, self._under_way[-1].owner)",
-        "not in ()",
+        "            if one.owner in (owner, last):",
+        "            if one.owner is not one.owner:",
         f"{_ENGINE}/test_overlap.py::test_only_the_ends_of_a_pass_are_exposed[stage 3, float32, offload]",
+    ),
+    Bug(
+        "what comes back is added to before it is there",
+        "store/landing.py",
+        "            for one in after[1:]:\n                one.wait()\n            if room",
+        "            if room",
+        "tests/emulated/test_devices.py::test_states_elsewhere_train_as_on_the_device",
+    ),
+    Bug(
+        "a slice's gradient that was read before is read before it is there",
+        "core/gradient.py",
+        "        part = part_of(slot)\n        if grads",
+        "        part = slot.master_grad\n        if part is None:\n            part = part_of(slot)\n        if grads",
+        f"{_ENGINE}/test_offload_leaving.py::test_whoever_reads_gradients_waits_for_them[zeros]",
     ),
     Bug(
         "gradients come back before they have left",

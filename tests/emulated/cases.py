@@ -283,6 +283,24 @@ def offloaded(devices: Devices) -> dict[str, Any]:
     return found
 
 
+def given(devices: Devices) -> list[float]:
+    """Add to gradients that were assigned on the host and leave the device; return two of their elements."""
+    from zeroshard import devices as functions
+
+    def used_on(device: torch.device, use: str, memory: Tensor) -> None:
+        assert memory.device.type == "cuda", "record_stream takes memory of a device"
+
+    functions.used_on = used_on
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False))
+    zero = zs.shard(model, torch.optim.AdamW(model.parameters()), offload="host")
+    model[0].weight.grad = torch.ones(WIDTH, WIDTH)
+    for scale in (0.0, 0.0):
+        (model(torch.ones(2, WIDTH, device="cuda:0")).sum() * scale).backward()
+    gradient: Any = model[0].weight.grad
+    assert str(zero.mesh.device) == "cuda:0"
+    return [float(gradient.full_tensor()[0, 0]), float(gradient.full_tensor()[-1, -1])]
+
+
 def counters(devices: Devices) -> list[str]:
     """Return where step counters of a fused update are, once a model was moved whose states were on the CPU."""
     model = Model(depth=1)

@@ -59,12 +59,22 @@ def test_states_elsewhere_train_as_on_the_device() -> None:
             assert one["bytes"][column] == one["predicted"][column], case
         if place == "parameters":
             assert one["bytes"]["parameters"] == 0, case
-        # Each copy follows what was launched before, and what computes next follows the copy, or that of the gradients
-        # of two units before. With a loss scale the host waits, and looks for overflows.
+        # Each copy follows what was launched before, and what computes next follows the copy, or that of gradients two
+        # units before, if so many leave. With a loss scale the host waits, and looks for overflows.
         stays = place in ("device", "gradients stay", "parameters alone")
         for lane, is_used in {"back": place != "device", "out": not stays}.items():
-            stream, is_followed = cuda.STREAMS[lane], is_used and not (lane == "out" and "fp16" in case)
+            is_followed = is_used and not (lane == "out" and ("fp16" in case or place == "a part"))
+            stream = cuda.STREAMS[lane]
             assert ([0, stream] in one["waits"], [stream, 0] in one["waits"]) == (is_used, is_followed), (case, lane)
+        if not stays:  # what comes to be added to does so after it has left, and is added to once it is there
+            both = cuda.STREAMS["out"], cuda.STREAMS["back"]
+            assert [*both] in one["waits"], case
+            assert [*both[::-1]] in one["waits"], case
+
+
+@pytest.mark.rotates
+def test_a_gradient_that_was_assigned_on_the_host_leaves_as_others() -> None:
+    assert cuda.run(f"{WHERE}:given") == [1.0, 1.0]
 
 
 @pytest.mark.rotates

@@ -86,6 +86,50 @@ def test_gradients_come_back_after_they_have_left() -> None:
     assert run_ranks(accumulate, 1, process_group=False) == [True]
 
 
+class Woven(nn.Module):
+    """Layers between which parameters of the root are used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(6))
+        self.own = nn.ParameterList(nn.Parameter(torch.ones(16)) for _ in range(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer, own in zip(self.layers, self.own, strict=True):
+            x = torch.tanh(layer(x)) * own
+        return x
+
+
+def under_way() -> tuple[list[tuple[str, str]], int]:
+    """Return the waits of a backward, as (unit that is waited for, unit whose gradient leaves), and the most units."""
+    waits, send, most = list[tuple[str, str]](), Leaving.send, 0
+    bus = Bus(eagerness=0.0, waited=lambda copy: waits.append((copy.name, bus.name)))
+
+    def counted(leaving: Leaving, *args: Any) -> Any:
+        nonlocal most
+        left = send(leaving, *args)
+        most = max(most, len({id(one.owner) for one in leaving._under_way}))
+        return left
+
+    with late_bus(bus), patch.object(Leaving, "send", counted):
+        model = Woven()
+        zs.shard(model, torch.optim.AdamW(model.parameters()), units=[nn.Linear], offload="host")
+        model(torch.ones(2, 16)).sum().backward()
+        found = [*waits]
+    bus.check()
+    return found, most
+
+
+def test_gradients_of_two_units_are_under_way_and_no_more() -> None:
+    """One rank sends each parameter by itself, and those of the root between those of the layers."""
+    ((waits, most),) = run_ranks(under_way, 1, process_group=False)
+    assert most == 2
+    layers = [name for name, _ in waits if name]
+    # A layer is waited for when the next one's first gradient leaves, since the root is the other unit under way.
+    assert list(dict.fromkeys(layers)) == [f"layers.{number}" for number in (5, 4, 3, 2, 1)]
+    assert all(other != name for name, other in waits)
+
+
 def full(p: torch.Tensor) -> torch.Tensor:
     """Return the values of a gradient."""
     grad: Any = p.grad
@@ -125,6 +169,18 @@ def read(what: str) -> tuple[bool, bool]:
                     parameters[1].grad = None
                     runs.models.stack_loss(model, 1, 0).backward()
                     values.append([full(p) for p in parameters])
+                case "a slice that was read before":
+                    slices = optimizer.param_groups[0]["params"]
+                    kept = [p.grad for p in slices]
+                    runs.models.stack_loss(model, 1, 0).backward()
+                    values.append([one.clone() for one in kept])
+                    runs.models.stack_loss(model, 2, 0).backward()
+                    values[-1] += [p.grad.clone() for p in slices]
+                case "zeros":
+                    optimizer.zero_grad(set_to_none=False)
+                    slices = optimizer.param_groups[0]["params"]
+                    runs.models.stack_loss(model, 1, 0).backward()
+                    values.append([torch.empty(0), *(p.grad.as_subclass(torch.Tensor).clone() for p in slices)])
                 case "a step":
                     optimizer.step()
                     values.append([p.detach().clone() for p in parameters])
@@ -143,6 +199,8 @@ def read(what: str) -> tuple[bool, bool]:
         "the optimizer's",
         "gathered",
         "another gradient",
+        "a slice that was read before",
+        "zeros",
         "a step",
     ],
 )

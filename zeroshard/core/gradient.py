@@ -189,6 +189,8 @@ class MasterGradient(torch.Tensor):
             return _change(name, args, kwargs)
         is_ours, is_list = isinstance(first, MasterGradient), name[:9] == "_foreach_" and name[-1] == "_"
         targets = first if is_list and isinstance(first[0], MasterGradient) else [first] if is_ours else ()
+        if is_ours:
+            first._slot.bucket.grads.landing.wait()  # it may have been read before the last backward
         with NoSubclasses():
             copies = [(one, version_of(one)) for one in targets if _is_copy(one)]
             result = func(*args, **kwargs)
@@ -213,11 +215,9 @@ class MasterSlice(torch.nn.Parameter):
         grads, index = slot.bucket.grads, slot.index
         if (owner := slot.owner()) is not None and owner.unread is not None:
             owner.read_answer(is_needed=False)
-        if grads.sums[index] is not USED and grads.own[index] is not SENT and not slot.has_grad:
+        if not (grads.is_known(index) or slot.has_grad) or (owner is not None and owner.is_skipping):
             return None
-        if owner is not None and owner.is_skipping:
-            return None
-        part = part_of(slot) if slot.master_grad is None else slot.master_grad
+        part = part_of(slot)
         if grads.dtype is self.dtype and not slot.crosses:
             return part
         # Optimizers need one dtype: gradients in another dtype are converted for the update, once per step.

@@ -129,11 +129,12 @@ class _Sent(NamedTuple):
 class Leaving:
     """Gradients that leave a device while its backward goes on.
 
-    What they leave is one lane; what lies on the host already comes by the other lane and is added to on the device, in
-    pieces through two buffers, so both directions of the bus are busy at once. Sums on the host would read and write
-    10 bytes for each element in its memory, which the update on the host needs, too; the bus carries 8. The stream of
-    the backward waits for none of this but the gradients of the bucket before the last one: so the memory of two
-    buckets is under way, and returns to the allocator in the order of that stream.
+    They leave by one lane. What lies on the host already comes by the other lane and is added to on the device, in
+    pieces through two buffers, so both directions of the bus are busy at once and carry 8 bytes for each element. Sums
+    on the host would move 10 in its memory, of whose bandwidth updates reached a quarter on an H100's host
+    (benchmarks/results/gpu_offload.json). The stream of the backward waits for the gradients of the bucket before the
+    last one, and for no others: so the memory of two buckets is under way, and returns to the allocator in the order of
+    that stream.
 
     Args:
         nbytes: of each buffer, made at the first use.
@@ -176,9 +177,14 @@ class Leaving:
 
     def _make_room(self, owner: Landing) -> None:
         """Have the stream of the backward wait for the gradients of all buckets but this one and the last one."""
-        while self._under_way and self._under_way[0].owner not in (owner, self._under_way[-1].owner):
-            self._under_way[0].left.wait()
-            self._under_way.popleft()
+        last = next((one.owner for one in reversed(self._under_way) if one.owner is not owner), owner)
+        staying = deque[_Sent]()
+        for one in self._under_way:
+            if one.owner in (owner, last):
+                staying.append(one)
+            else:
+                one.left.wait()
+        self._under_way = staying
 
     def _bring(self, room: Tensor, source: Tensor, after: list[devices.Mark]) -> devices.Mark:
         """Copy memory of the host to a buffer, after these events."""
@@ -215,9 +221,9 @@ class Leaving:
 
     def end_pass(self) -> None:
         """Give back all memory; the allocator uses it again when the copies are over."""
-        for one in self._under_way:
+        under_way, self._under_way = self._under_way, deque()
+        for one in under_way:
             devices.used_on(self._device, "out", one.values)
-        self._under_way.clear()
 
 
 @final
@@ -262,7 +268,7 @@ class HostLanding(Landing):
         """See `Landing`."""
         held = self.empty(values.numel(), dtype).as_strided(*form)
         if self.is_far:
-            self._send(held, values if is_taken else _copy(values, held), scale)
+            self._send(held, values if is_taken else _copy(values.to(self._device), held), scale)
         else:
             _scaled(held.copy_(values), scale)
         return held

@@ -3,9 +3,11 @@
 Owns the reading of frames of other threads. It must not know what functions mean (`watch/whereabouts.py`).
 """
 
+import functools
 import gc
 import sys
 import threading
+from collections.abc import Iterator
 from types import FrameType
 from typing import final
 
@@ -34,29 +36,35 @@ class Call:
     def is_running(self) -> bool:
         """Return whether the call is still running; any thread may ask, such as that of a backward on a GPU."""
         if threading.get_ident() != self._thread:
-            return self._frame in stack_of(self._thread)
+            return any(frame is self._frame for frame in stack_of(self._thread))
         frame: FrameType | None = sys._getframe(1)
         while frame is not None and frame is not self._frame:
             frame = frame.f_back
         return frame is not None
 
 
-def stack_of(thread: int) -> list[FrameType]:
-    """Return the frames of another thread, innermost first.
+def stack_of(thread: int) -> Iterator[FrameType]:
+    """Yield the frames of another thread, innermost first; keep none, since a frame keeps what its variables hold.
 
     Python 3.11 may collect garbage inside the calls that make frame objects. A finalizer that releases the interpreter
     then lets the other thread leave the frames that are being read (a crash), or wait for a lock that
-    `sys._current_frames` holds (a deadlock). So there are no collections meanwhile.
+    `sys._current_frames` holds (a deadlock). So there are no collections meanwhile, and one thread reads at a time. A
+    `gc.disable()` of the program in these microseconds is lost.
     """
-    is_unsafe = sys.version_info < (3, 12) and gc.isenabled()
-    if is_unsafe:
-        gc.disable()
-    try:
-        frame, found = sys._current_frames().get(thread), list[FrameType]()
-        while frame is not None:
-            found.append(frame)
-            frame = frame.f_back
-        return found
-    finally:
+    with _reading():
+        is_unsafe = sys.version_info < (3, 12) and gc.isenabled()
         if is_unsafe:
-            gc.enable()
+            gc.disable()
+        try:
+            frame = sys._current_frames().get(thread)
+            while frame is not None:
+                yield frame
+                frame = frame.f_back
+        finally:
+            if is_unsafe:
+                gc.enable()
+
+
+@functools.cache
+def _reading() -> threading.Lock:
+    return threading.Lock()

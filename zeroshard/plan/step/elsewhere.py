@@ -24,9 +24,9 @@ MOST_PIECES: Final = 64
 
 
 class _Left(NamedTuple):
-    """Gradients of a bucket on their way to the host: their memory on the device, and when they are there."""
+    """Gradients of a bucket on their way to the host: its number, their memory on the device, when they are there."""
 
-    bucket: str
+    bucket: int
     storage: int
     left_s: float
 
@@ -104,17 +104,19 @@ class Elsewhere:
         Args:
             storage: the memory of the gradients on the device.
         """
-        clock, way = self._clock, self._leaving
-        while way and way[0].bucket not in (bucket.name, way[-1].bucket):
-            clock.wait(f"gradients of {way[0].bucket} on the bus", way[0].left_s, is_offload=True)
-            self._storages.drop(way.popleft().storage)
+        clock, way, number = self._clock, self._leaving, bucket.number
+        last = next((one.bucket for one in reversed(way) if one.bucket != number), number)
+        for one in [one for one in way if one.bucket not in (number, last)]:
+            clock.wait("gradients on the bus", one.left_s, is_offload=True)
+            self._storages.drop(one.storage)
+            way.remove(one)
         self.stock()
         if not is_first:
             clock.move("copy in", bucket.unit, nbytes, "gradients from the host")
         clock.move("copy out", bucket.unit, nbytes, "gradients to the host")
-        pieces = -(-nbytes // _buffer_bytes(bucket.row.gradients.place))
+        pieces = max(1, -(-nbytes // _buffer_bytes(bucket.row.gradients.place)))
         left_s = clock.leave(f"gradients of {bucket.name}", nbytes, pieces, is_added=not is_first)
-        way.append(_Left(bucket.name, storage, left_s))
+        way.append(_Left(number, storage, left_s))
 
     def end_pass(self) -> None:
         """Give back the memory of gradients on their way, which the allocator uses again soon."""
