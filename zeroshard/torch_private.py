@@ -70,6 +70,7 @@ __all__ = [
     "next_node_number",
     "nodes_before",
     "note_visit",
+    "owns_memory",
     "parts_of_groups",
     "profiled",
     "raw_data",
@@ -218,6 +219,11 @@ def users_of_storage(tensor: Tensor) -> int:
     storage = tensor.untyped_storage()
     # One use is the storage object of this function.
     return torch._C._storage_Use_Count(storage._cdata) - 1
+
+
+def owns_memory(tensor: Tensor) -> bool:
+    """Return whether a tensor fills its memory, and no other tensor shares it."""
+    return tensor.untyped_storage().nbytes() == tensor.nbytes and users_of_storage(tensor) == 1
 
 
 def is_dense(tensor: Tensor) -> bool:

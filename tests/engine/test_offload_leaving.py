@@ -4,7 +4,8 @@ Owns what may happen while they are under way. Read `tools/emulated_copies.py` f
 `tests/plan/test_offload_time.py` times.
 """
 
-from contextlib import ExitStack, nullcontext
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -26,18 +27,24 @@ BUFFER_BYTES = 256
 """Of the models' gradients, most are larger."""
 
 
+@contextmanager
+def counted() -> Iterator[list[int]]:
+    """Note how many buckets are under way, each time that a gradient leaves."""
+    send, counts = Leaving.send, list[int]()
+
+    def noted(leaving: Leaving, *args: Any) -> Any:
+        left = send(leaving, *args)
+        counts.append(len({id(one.owner) for one in leaving._under_way}))
+        return left
+
+    with patch.object(Leaving, "send", noted):
+        yield counts
+
+
 def train(name: str, stages: list[int]) -> list[Any]:
     """Train with gradients on the device, and with gradients that leave it, in pieces."""
     found: list[Any] = []
-    send, most = Leaving.send, 0
-
-    def counted(leaving: Leaving, *args: Any) -> Any:
-        nonlocal most
-        left = send(leaving, *args)
-        most = max(most, len({id(one.owner) for one in leaving._under_way}))
-        return left
-
-    is_alone = not dist.is_initialized()
+    is_alone, most = not dist.is_initialized(), 0
     for stage in stages:
         for is_late in (False, True):
             bus = Bus(seed=stage + 10 * runs.rank_of(), eagerness=(0.0, 0.3)[stage % 2])
@@ -45,12 +52,13 @@ def train(name: str, stages: list[int]) -> list[Any]:
                 stack.enter_context(nullcontext() if is_alone else gpu())
                 stack.enter_context(late_bus(bus) if is_late else nullcontext())
                 stack.enter_context(patch.object(FarStore, "_buffer_bytes", BUFFER_BYTES))
-                stack.enter_context(patch.object(Leaving, "send", counted))
+                counts = stack.enter_context(counted())
                 run = runs.build(name, runs.fused, stage, offload=zs.Offload() if is_late else None)
                 seen = runs.advance(name, run, range(4))
                 found.append([seen, runs.state_of(run)])
                 run[2].check_copies()
             bus.check()
+            most = max(most, *counts, 0)
             assert bool(bus.issued) is is_late
     assert most == 2
     return found
@@ -102,22 +110,16 @@ class Woven(nn.Module):
 
 def under_way() -> tuple[list[tuple[str, str]], int]:
     """Return the waits of a backward, as (unit that is waited for, unit whose gradient leaves), and the most units."""
-    waits, send, most = list[tuple[str, str]](), Leaving.send, 0
+    waits = list[tuple[str, str]]()
     bus = Bus(eagerness=0.0, waited=lambda copy: waits.append((copy.name, bus.name)))
 
-    def counted(leaving: Leaving, *args: Any) -> Any:
-        nonlocal most
-        left = send(leaving, *args)
-        most = max(most, len({id(one.owner) for one in leaving._under_way}))
-        return left
-
-    with late_bus(bus), patch.object(Leaving, "send", counted):
+    with late_bus(bus), counted() as counts:
         model = Woven()
         zs.shard(model, torch.optim.AdamW(model.parameters()), units=[nn.Linear], offload="host")
         model(torch.ones(2, 16)).sum().backward()
         found = [*waits]
     bus.check()
-    return found, most
+    return found, max(counts)
 
 
 def test_gradients_of_two_units_are_under_way_and_no_more() -> None:

@@ -24,7 +24,7 @@ from zeroshard.core.states import Own, Scope, Sum
 from zeroshard.store.landing import Landing
 from zeroshard.table.spec import BucketSpec, Range
 from zeroshard.table.trace import Ledger
-from zeroshard.torch_private import foreach_copy_, foreach_mul_, users_of_storage
+from zeroshard.torch_private import foreach_copy_, foreach_mul_, owns_memory
 from zeroshard.wire.buffers import Pool
 
 __all__ = ["FlatGradients", "Gradients", "Local", "Places"]
@@ -68,7 +68,7 @@ class Places:
         """Return whether `grad` is a plain tensor with the parameter's strides and memory of its own."""
         if type(grad) is not Tensor or grad.stride() != self.strides[index]:
             return False
-        return grad.untyped_storage().nbytes() == grad.nbytes and users_of_storage(grad) == 1
+        return owns_memory(grad)
 
 
 class Gradients(ABC):

@@ -13,7 +13,7 @@ import torch
 
 from zeroshard import devices
 from zeroshard.table.trace import Ledger
-from zeroshard.torch_private import users_of_storage
+from zeroshard.torch_private import owns_memory
 
 __all__ = ["Buffer", "DeviceLanding", "HostLanding", "Landing", "Leaving", "Tell"]
 
@@ -204,7 +204,11 @@ class Leaving:
         *,
         adds: bool = False,
     ) -> devices.Mark:
-        """Copy a piece to the host, after these events; convert it in `room`, or add it to what is there, if given."""
+        """Copy a piece to the host after these events.
+
+        Args:
+            room: a buffer; the piece is converted in this memory, or added to the values there, and leaves from it.
+        """
         with devices.lane(self._device, "out", after[0]):
             for one in after[1:]:
                 one.wait()
@@ -305,13 +309,12 @@ def _scaled(held: Tensor, scale: float) -> Tensor:
 
 def _owned(values: Tensor, like: Tensor) -> Tensor:
     """Return values of the strides of `like` in memory of their own, which is all that stays until they have left."""
-    is_alone = values.untyped_storage().nbytes() == values.nbytes and users_of_storage(values) == 1
-    return values if is_alone and values.stride() == like.stride() else _copy(values, like)
+    return values if owns_memory(values) and values.stride() == like.stride() else _copy(values, like)
 
 
 def _copy(values: Tensor, like: Tensor) -> Tensor:
-    made = torch.empty(values.numel(), dtype=values.dtype, device=values.device)
-    return made.as_strided(like.shape, like.stride()).copy_(values)
+    made = torch.empty_strided(like.shape, like.stride(), dtype=values.dtype, device=values.device)
+    return made.copy_(values)
 
 
 def _flat(dense: Tensor) -> Tensor:

@@ -161,23 +161,22 @@ class Clock:
         if is_added:
             left_s = max(left_s, begun_s + took_s + each_s)
             brought_s = left_s - each_s if pieces > PINNED else begun_s + took_s
-            self._occupy("back", took_s, brought_s, what)
-        self._occupy("out", took_s, left_s, what)
+            self._occupy("back", brought_s - took_s, brought_s, what)
+        self._occupy("out", left_s - took_s, left_s, what)
         self._queued_s += pieces * LEAVE_LAUNCHES * self._queue_s[0]
         return left_s
 
-    def _occupy(self, lane: str, took_s: float, until_s: float, what: str) -> None:
-        self.free_s[lane] = until_s
-        self._note_busy(lane, took_s)
-        self.lanes.append(LaneSpan(lane, until_s - took_s, until_s, what))
+    def _occupy(self, lane: str, start_s: float, stop_s: float, what: str) -> None:
+        self.free_s[lane] = stop_s
+        self._note_busy(lane, stop_s - start_s)
+        self.lanes.append(LaneSpan(lane, start_s, stop_s, what))
 
     def begin_copy(self, lane: str, nbytes: int) -> float:
         """Begin a copy over the bus beside computation, and return when it is done; on a CPU there is no bus."""
         start_s = max(self.now_s, self.free_s[lane])
-        stop_s = self.free_s[lane] = start_s + (0.0 if self._device.is_cpu else self._device.copy_s(nbytes))
+        stop_s = start_s + (0.0 if self._device.is_cpu else self._device.copy_s(nbytes))
         self.sent["activations to the host" if lane == "out" else "activations from the host"] += nbytes
-        self._note_busy(lane, stop_s - start_s)
-        self.lanes.append(LaneSpan(lane, start_s, stop_s, "activations"))
+        self._occupy(lane, start_s, stop_s, "activations")
         return stop_s
 
     def lanes_from(self, start_s: float) -> Lanes:

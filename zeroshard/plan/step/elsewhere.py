@@ -12,7 +12,7 @@ from zeroshard.describe.offload import written_bytes
 from zeroshard.plan.step.clock import Clock
 from zeroshard.plan.step.offload_times import Work, bring_ahead, play_update
 from zeroshard.plan.step.rank_job import Job
-from zeroshard.plan.step.staging import LEAST_BYTES, piece_numel
+from zeroshard.plan.step.staging import half_bytes, piece_numel
 from zeroshard.plan.step.storages import Storages
 from zeroshard.table.cells import Cell, Place
 from zeroshard.table.spec import BucketSpec, UnitSpec, itemsize
@@ -76,7 +76,7 @@ class Elsewhere:
                 clock.note("read", bucket.unit, nbytes)
             lanes = clock.lanes_from(clock.now_s)
             copy_s = 0.0 if self._is_cpu else job.device.copy_s(nbytes)
-            copies = max(1, -(-nbytes // max(1, cell.place.staging_bytes // 2)))
+            copies = max(1, -(-nbytes // half_bytes(cell.place)))
             work = Work(bucket.name, 0.0, job.device.host_s(2 * nbytes, job.host_ranks), copy_s, copies, disk_s)
             arrived_s = max(arrived_s, bring_ahead(work, lanes))
             clock.take_over(lanes)
@@ -94,7 +94,7 @@ class Elsewhere:
         places = {b.row.gradients.place for unit in self._job.units for b in unit.reduced}
         for place in {place for place in places if place.staging_bytes} - self._stocked if not self._is_cpu else ():
             self._stocked.add(place)
-            self._storages.make(2 * _buffer_bytes(place), "transient", "", "buffers of gradients that leave")
+            self._storages.make(2 * half_bytes(place), "transient", "", "buffers of gradients that leave")
 
     def leave(self, bucket: BucketSpec, nbytes: int, storage: int, *, is_first: bool) -> None:
         """Begin to move gradients out; what lies there already comes to the device before, and is added to.
@@ -114,7 +114,7 @@ class Elsewhere:
         if not is_first:
             clock.move("copy in", bucket.unit, nbytes, "gradients from the host")
         clock.move("copy out", bucket.unit, nbytes, "gradients to the host")
-        pieces = max(1, -(-nbytes // _buffer_bytes(bucket.row.gradients.place)))
+        pieces = max(1, -(-nbytes // half_bytes(bucket.row.gradients.place)))
         left_s = clock.leave(f"gradients of {bucket.name}", nbytes, pieces, is_added=not is_first)
         way.append(_Left(number, storage, left_s))
 
@@ -209,7 +209,7 @@ class Elsewhere:
             job.device.host_s(job.sums.moved_apart_bytes.get(bucket.number, 0), sharing),
             job.device.host_s(rounded_bytes, sharing),
             job.device.copy_s(sent_bytes),
-            max(1, -(-sent_bytes // max(1, cell.place.staging_bytes // 2))),
+            max(1, -(-sent_bytes // half_bytes(cell.place))),
             disk_s,
             min(MOST_PIECES, -(-numel // piece_numel(bucket, kept))) if disk_s else 0,
             job.device.disk_s(there * written_bytes(bucket), sharing),
@@ -219,7 +219,3 @@ class Elsewhere:
 def _numel_away(bucket: BucketSpec) -> int:
     """Return how many of the parameters that a rank keeps are off the device between uses."""
     return bucket.parameters[1] - bucket.parameters[0] - (bucket.here[1] - bucket.here[0])
-
-
-def _buffer_bytes(place: Place) -> int:
-    return max(LEAST_BYTES, place.staging_bytes // 2)

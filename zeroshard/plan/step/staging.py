@@ -9,9 +9,10 @@ from typing import Final
 
 from zeroshard.describe.offload import written_bytes
 from zeroshard.table.bytes import Updates
+from zeroshard.table.cells import Place
 from zeroshard.table.spec import BucketSpec, UnitSpec, itemsize
 
-__all__ = ["buffer_bytes", "file_staging_bytes", "piece_numel"]
+__all__ = ["buffer_bytes", "file_staging_bytes", "half_bytes", "piece_numel"]
 
 SETS: Final = 3
 BLOCK_BYTES: Final = 4096
@@ -61,7 +62,12 @@ def buffer_bytes(units: Sequence[UnitSpec], *, is_cpu: bool) -> int:
     else:
         states = {bucket.row.states.place for bucket in buckets if bucket.is_trained}
         places = {bucket.row.parameters.place for bucket in buckets} | states
-    return sum(2 * max(LEAST_BYTES, place.staging_bytes // 2) for place in places if place.staging_bytes)
+    return sum(2 * half_bytes(place) for place in places if place.staging_bytes)
+
+
+def half_bytes(place: Place) -> int:
+    """Return the bytes of one of the two buffers of a memory."""
+    return max(LEAST_BYTES, place.staging_bytes // 2)
 
 
 def _blocks(numel: int, size: int) -> int:
