@@ -48,6 +48,7 @@ ADDED = {
     "updated parameters that arrive beside the next forward": 50,
     "offload 'auto' that keeps gradients on the device": 19,
     "gradients that leave for the host beside the backward": 109,
+    "what a forward uses last stays for its backward": 19,
     "replicas=, reprs of units, traces and memory": 25,
     "errors under torchrun: where the file is, and what is a consequence": 22,
     "faults of pipelines: one watchdog, the first value that is not finite, calls inside a step": 15,

@@ -209,11 +209,12 @@ class Twice(models.Stack):
 @pytest.mark.parametrize("world", [2, 3])
 def test_the_trace_shows_two_units_and_names_those_that_stay(world: int) -> None:
     for found in run_ranks(trace_counts, world, models.Stack, {}, timeout_s=TIMEOUT_S):
-        assert [pinned for _, pinned in found] == [[]] * len(found)
+        # The last block stays for its backward, which the trace knows from the second step on.
+        assert [pinned for _, pinned in found] == [[], ["blocks.2"], ["blocks.2"]]
         assert max(most for most, _ in found) == 2, found
     for found in run_ranks(trace_counts, world, Twice, {}, timeout_s=TIMEOUT_S):
         # That a block runs again is known from the first step on, and said in the trace of those after it.
-        assert [(most, pinned) for most, pinned in found[1:]] == [(2, ["blocks.0"])] * 2, found
+        assert [(most, pinned) for most, pinned in found[1:]] == [(1, ["blocks.0", "blocks.2"])] * 2, found
 
 
 def grow(stage: int) -> list[tuple[int, int, int]]:
@@ -384,11 +385,12 @@ def test_units_of_about_one_size_share_buffers(world: int) -> None:
         assert kept <= most <= predicted <= 2 * 2 * largest + 2 * stem, "of two units, whole and received"
 
 
-def traffic(stage: int, micros: int, is_unsynced: bool) -> tuple[int, list[int], int, int]:
-    """Return the model's bytes, what each of three steps sent for parameters and gradients, and what was predicted."""
+def traffic(stage: int, micros: int, is_unsynced: bool) -> tuple[int, int, list[int], int, int]:
+    """Return the bytes of the model and of what its forward uses last, those that three steps sent, and predicted."""
     run = Sharded(stage)
     model = models.build(models.Even)
     whole = sum(p.numel() for p in model.parameters()) * BYTES
+    last = sum(p.numel() for p in (*model.stem.parameters(), *model.blocks[-1].parameters())) * BYTES
     optimizer = models.adamw(model)
     run.shard(model, optimizer)
     zero = run.zeros[0]
@@ -406,10 +408,10 @@ def traffic(stage: int, micros: int, is_unsynced: bool) -> tuple[int, list[int],
         after = zero.traffic().sent_bytes
         sent.append(sum(after.get(kind, 0) - before.get(kind, 0) for kind in ("gather", "reduce")))
     counted = sum(event.nbytes for event in zero.trace.step_events(max(event.step for event in zero.trace.events)))
-    return whole, sent, zero.traffic().predicted_step_bytes, counted
+    return whole, last, sent, zero.traffic().predicted_step_bytes, counted
 
 
-SENT = {  # elements of the model a rank and step, by stage, for G micro-batches. Source: design.md sections 2 and 8
+SENT = {  # elements of the model a rank and step, by stage, for G micro-batches, where a backward gathers all again
     (0, False): lambda micros: 2 * micros,
     (1, False): lambda micros: micros + 1,
     (2, False): lambda micros: micros + 1,
@@ -430,16 +432,18 @@ MICROS = ((1, False), (3, False), (3, True))
 @pytest.mark.parametrize(("micros", "is_unsynced"), MICROS, ids=["one", "three", "three-unsynced"])
 def test_traffic_is_exact(stage: int, world: int, micros: int, is_unsynced: bool) -> None:
     by_rank = run_ranks(traffic, world, stage, micros, is_unsynced, timeout_s=TIMEOUT_S)
-    for rank, (whole, sent, predicted, counted) in enumerate(by_rank):
-        expected = SENT[stage, is_unsynced](micros) * whole * (world - 1) // world
+    for rank, (whole, last, sent, predicted, counted) in enumerate(by_rank):
+        # A backward finds the root and the last block gathered.
+        kept = last * (stage == 3)
+        expected = (SENT[stage, is_unsynced](micros) * whole - micros * kept) * (world - 1) // world
         assert sent == [expected] * 3, f"[rank {rank}/{world}] {sent} bytes in three steps, formula {expected}"
         assert counted == expected, f"[rank {rank}/{world}] the trace counts {counted} bytes, formula {expected}"
-        assert predicted == SENT[stage, False](1) * whole * (world - 1) // world
+        assert predicted == (SENT[stage, False](1) * whole - kept) * (world - 1) // world
 
 
 def test_one_rank_sends_nothing() -> None:
     for stage in STAGES:
-        ((_, sent, predicted, _),) = run_ranks(traffic, 1, stage, 1, False, timeout_s=TIMEOUT_S, process_group=False)
+        ((_, _, sent, predicted, _),) = run_ranks(traffic, 1, stage, 1, False, timeout_s=TIMEOUT_S, process_group=False)
         assert sent == [0, 0, 0]
         assert predicted == 0
 

@@ -183,7 +183,7 @@ def test_a_write_of_parameters_that_fails_is_one_error_on_all_ranks(
 
 @pytest.mark.product
 @pytest.mark.parametrize("failure", ["short", "EIO"])
-@pytest.mark.parametrize(("states", "number"), [(0.0, 3), (1.0, 9)])
+@pytest.mark.parametrize(("states", "number"), [(0.0, 3), (1.0, 7)])
 def test_a_read_of_parameters_that_fails_names_rank_folder_and_unit(
     tmp_path: Path, states: float, number: int, failure: str
 ) -> None:

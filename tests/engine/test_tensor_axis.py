@@ -503,8 +503,10 @@ def test_bytes_are_the_formulas_of_the_local_tensors() -> None:
             assert tuple(resident[column] for column in ("parameters", "gradients", "states")) == held[stage]
             assert {**resident, "transient": 0} == {**predicted, "transient": 0}
             each = local * (n - 1) // n
-            assert sent == {"gather": 2 * [0, 1, 1, 2][stage] * each, "reduce": 2 * [2, 1, 1, 1][stage] * each}
-            assert step_bytes == [2, 2, 2, 3][stage] * each
+            gathered = [0, each, each, 2 * each - each // 3][stage]  # the last of three blocks stays for its backward
+            reduced = [2, 1, 1, 1][stage] * each
+            assert sent == {"gather": 2 * gathered, "reduce": 2 * reduced}
+            assert step_bytes == gathered + reduced
 
 
 # -- parameters, states, checkpoints ---------------------------------------------------------------------------------

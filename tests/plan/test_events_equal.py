@@ -7,6 +7,7 @@ acted, with the bytes that the wire counted.
 import functools
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +73,10 @@ def planned_run(config: Config, world: int) -> list[Event]:
     # Every step but the last is followed by an evaluation, of 2,000 bytes in batches of 8 windows.
     batches = -(-2000 // (8 * config.model.context * world)) if config.train.eval_every == 1 else 0
     forward = list(itertools.takewhile(lambda event: event.phase == "forward", events))
-    return forward * batches + events
+    # An evaluation keeps nothing for a backward.
+    kept = [event for event in forward if event.kind == "gather" and event.is_pinned]
+    released = [replace(event, kind="release", nbytes=0, is_pinned=False, dtype="") for event in reversed(kept)]
+    return [*(replace(event, is_pinned=False) for event in forward), *released] * batches + events
 
 
 def events_of(plan: zs.Plan) -> list[Event]:

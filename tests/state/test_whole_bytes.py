@@ -14,6 +14,7 @@ from tests import models
 from tests.oracle import STAGES
 from tools.settled import settled
 from zeroshard.core.slot import slot_of
+from zeroshard.table.spec import UnitSpec
 from zeroshard.testing import run_ranks
 
 
@@ -55,18 +56,18 @@ def bytes_of(name: str, stage: int, options: dict[str, Any]) -> tuple[Any, Any, 
             elif slot.has_whole_states:
                 expected += 4 * (n + m) if name == "adafactor" else 4 * n * m
     of_exchange = zero.traffic().predicted_step_bytes - sum(
-        u.sent_bytes(kind) for u in _specs(zero) for kind in _kinds(zero)
+        u.sent_bytes(kind) for u in _specs(zero) for kind in _kinds(u)
     )
     return before, memory.resident_bytes, memory.peak_bytes, expected, sent, of_exchange, zero.summary()
 
 
-def _specs(zero: zs.Zero) -> list[Any]:
+def _specs(zero: zs.Zero) -> list[UnitSpec]:
     return [unit.described() for unit in zero.units]
 
 
-def _kinds(zero: zs.Zero) -> list[str]:
-    gathers = 2 * any(not unit.is_whole for unit in _specs(zero))
-    return ["gather"] * gathers + ["reduce", "publish"]
+def _kinds(unit: UnitSpec) -> list[str]:
+    # A backward finds what its forward used last.
+    return ["gather"] * (0 if unit.is_whole else 1 if unit.is_last else 2) + ["reduce", "publish"]
 
 
 @pytest.mark.product

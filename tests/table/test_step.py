@@ -41,12 +41,25 @@ def test_a_unit_that_is_needed_again_stays_whole() -> None:
 
 def test_the_actions_of_the_passes_by_hand() -> None:
     forward, backward = steady_passes(described(3), plain_uses(3))
-    assert told(forward) == ["gather 0", "gather 1", "gather 2", "release 1", "release 2", "release 0"]
+    assert told(forward) == ["gather 0", "gather 1", "gather 2", "release 1"]
     assert told(backward) == [
-        *("gather 0", "gather 2", "gather 1", "reduce 2", "release 2", "reduce 1", "release 1", "reduce 0"),
-        "release 0",
+        *("gather 1", "reduce 2", "release 2", "reduce 1", "release 1", "reduce 0", "release 0"),  # 0 and 2 stayed
     ]
-    assert [len(done) for done in forward.actions] == [3, 0, 1, 0, 1, 1]  # two units are on their way at once
+    assert [len(done) for done in forward.actions] == [3, 0, 1, 0, 0, 0]  # two units are on their way at once
+    assert [len(done) for done in backward.actions][:4] == [1, 0, 1, 1]  # the next unit is gathered at the beginning
+
+
+@pytest.mark.parametrize("is_reduced", [True, False])
+def test_a_backward_that_begins_with_the_last_unit_has_no_more_than_two_at_a_time(is_reduced: bool) -> None:
+    _, backward = steady_passes(described(3, 5), plain_uses(6), is_reduced=is_reduced)
+    whole, most = {5}, 0
+    for kind, unit in chain.from_iterable(backward.actions):
+        if kind == "gather":
+            whole.add(unit)
+        elif kind == "release":
+            whole.discard(unit)
+        most = max(most, len(whole))
+    assert most == 2
 
 
 def test_nothing_is_reduced_without_synchronization() -> None:

@@ -138,7 +138,7 @@ def _offloaded(units: Sequence[Unit]) -> list[str]:
 
 def _is_mostly_whole(units: Sequence[Unit]) -> bool:
     # The user requested parameters that stay whole from forward to backward.
-    others = [unit for unit in units if not unit.spec.is_held]
+    others = [unit for unit in units if unit.spec.kept_until == "use"]
     return _gathered_bytes(others) > WARNED_BYTES and _share(others) > 0.5
 
 
@@ -153,7 +153,7 @@ def _share(units: Sequence[Unit]) -> float:
 
 def _whole_at_once(units: Sequence[Unit]) -> list[Unit]:
     """Return units that stay whole during a pass, and the two largest others: one in use, one being gathered."""
-    kept = [unit for unit in units if unit.number == ROOT or unit.is_read_outside or unit.spec.is_held]
+    kept = [unit for unit in units if unit.number == ROOT or unit.is_read_outside or unit.spec.kept_until != "use"]
     others = sorted((unit for unit in units if unit not in kept), key=lambda unit: -unit.spec.full_bytes)
     return [unit for unit in (*kept, *others[:2]) if unit.spec.full_bytes]
 

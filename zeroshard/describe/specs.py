@@ -14,7 +14,8 @@ from zeroshard.describe.precision import Precision, formats_of_model
 from zeroshard.describe.units import UnitPlan
 from zeroshard.table.cells import Residency
 from zeroshard.table.layout import plan_layout
-from zeroshard.table.spec import BucketSpec, Formats, UnitSpec, itemsize
+from zeroshard.table.schedule import ROOT
+from zeroshard.table.spec import BucketSpec, Formats, UnitSpec, itemsize, with_last
 
 __all__ = ["describe_units"]
 
@@ -28,6 +29,7 @@ def describe_units(
     shard_rank: int = 0,
     replicas: int = 1,
     numel_of: Callable[[nn.Parameter], int] = nn.Parameter.numel,
+    is_part: bool = False,
 ) -> tuple[UnitSpec, ...]:
     """Return the units of a model on one rank, with buckets in the order of their first parameters.
 
@@ -39,6 +41,7 @@ def describe_units(
         shard_rank: index of this rank among them.
         replicas: number of replicas of the sharded state.
         numel_of: returns the number of elements of a parameter on this rank, which a tensor axis may split.
+        is_part: whether the rank runs a part of the model, which ends before the backward begins.
     """
     formats_by_parameter = formats_of_model(plans[0].module, precision)
     units: list[UnitSpec] = []
@@ -64,4 +67,12 @@ def describe_units(
         ]
         count += len(buckets)
         units.append(UnitSpec(number, plan.name, tuple(buckets)))
-    return with_places(units, row)
+    placed = with_places(units, row)
+    return placed if is_part else with_last(placed, _last_of(plans))
+
+
+def _last_of(plans: Sequence[UnitPlan]) -> int:
+    """Return the unit besides the root that has the last parameter of the model, where tied weights count, too."""
+    numbers = {id(parameter): number for number, plan in enumerate(plans) for _, parameter in plan.parameters}
+    names = [*plans[0].module.named_parameters(remove_duplicate=False)]
+    return next((number for _, parameter in reversed(names) if (number := numbers.get(id(parameter)))), ROOT)

@@ -103,11 +103,10 @@ def bound_of(shape: Transformer, options: Options) -> Candidate:
     dtype = options.formats.param
     update_s = max(sent_s + device.kernel_s(Cost(0, float(nbytes)), dtype) for sent_s, nbytes in updates)
     verdict = verdict_of(peak_bytes, outside_bytes_of(options), options)
-    step_s = passes_s + update_s
     host_s = options.device.host_s(min(nbytes for _, nbytes in updates), options.node_processes)
     return Candidate(
-        options, peak_bytes, step_s, verdict, movable_bytes=movable_bytes, passes_s=passes_s, backward_s=backward_s,
-        host_s=host_s,
+        options, peak_bytes, passes_s + update_s, verdict, movable_bytes=movable_bytes, passes_s=passes_s,
+        backward_s=backward_s, host_s=host_s,
     )  # fmt: skip
 
 
@@ -118,7 +117,9 @@ def _passes_s(places: Sequence[Units], options: Options) -> tuple[float, float]:
     for units in places:
         gather_s, reduce_s = sum(n * one.gather_s for n, one, _ in units), sum(n * one.reduce_s for n, one, _ in units)
         forward_s = max(gather_s, sum(n * work.forward_s for n, _, work in units))
-        backward_s = max(gather_s, sum(n * work.backward_s for n, _, work in units))
+        # The backward may find the last unit gathered, whichever is the largest.
+        kept_s = max(one.gather_s for _, one, _ in units) * (options.system.keeps_last and options.pipe == 1)
+        backward_s = max(gather_s - kept_s, sum(n * work.backward_s for n, _, work in units))
         last_s = max(backward_s, reduce_s)
         # Until the last backward; the first micro-batch comes through the places before.
         busy_s = begun_s + count * forward_s + (count - reduced) * backward_s + (reduced - 1) * last_s

@@ -31,7 +31,7 @@ from zeroshard.table.cells import Residency
 from zeroshard.table.groups import communicators
 from zeroshard.table.pipeline import RECEIVES, Schedule, training_of
 from zeroshard.table.settings import WIRE_BYTES
-from zeroshard.table.spec import Formats, UnitSpec, itemsize
+from zeroshard.table.spec import Formats, UnitSpec, itemsize, with_last
 from zeroshard.table.stages import name_of_row
 from zeroshard.table.whole import ELEMENTWISE
 from zeroshard.table.wires import SHOWN_NUMEL, HostWire, Messages, Native, Silence, Wire
@@ -317,7 +317,7 @@ def job_of_shape(
     schedule = options.training
     layers = options.layers_of(model)
     own = tuple(layer for chunk in schedule.chunks_of(place) for layer in layers[chunk])
-    sharding = (model, own, options.tensor, row, formats, options.shard_ranks, options.replicas, rank)
+    sharding = model, own, options.tensor, row, formats, options.shard_ranks, options.replicas, rank, system.keeps_last
     specs = specs_of_layers(*sharding)
     updates, account = _account(options.optimizer, device, *sharding)
     names = [*own_units(model)]
@@ -458,8 +458,13 @@ def specs_of_layers(
     ranks: int,
     replicas: int,
     rank: int,
+    keeps_last: bool = True,
 ) -> tuple[UnitSpec, ...]:
-    """Return the units of some layers; the embedding comes with the first one, norm and head with the last."""
+    """Return the units of some layers; the embedding comes with the first one, norm and head with the last.
+
+    Args:
+        keeps_last: as of a system; a part of the layers ends before the backward begins.
+    """
     is_first, is_last = -1 in layers, model.layers in layers
     units = dict(own_units(model, tensor))
     units[""] = tuple(one for one in units[""] if (is_first if "wpe" in one[0] else is_last))
@@ -468,7 +473,9 @@ def specs_of_layers(
         last = name.rpartition(".")[2]
         if not ends.get(last, last.isdecimal() and int(last) in layers):
             del units[name]
-    return specs_of(units, row, formats, ranks, replicas=replicas, rank=rank)
+    specs = specs_of(units, row, formats, ranks, replicas=replicas, rank=rank)
+    head = next((unit for unit in specs[::-1] if unit.name.endswith(EMBEDDINGS) or not model.is_tied), specs[0])
+    return with_last(specs, head.number) if keeps_last and is_first and is_last else specs
 
 
 @lru_cache(256)

@@ -38,9 +38,10 @@ SYSTEMS: Final[Mapping[str, System]] = MappingProxyType(
         for one in (
             ZEROSHARD,
             # FULL_SHARD. FSDP2 copies gathered units out of a flat buffer; FSDP1's flat parameter is that buffer. Both
-            # keep masters alone, and cast them for the gather.
-            System(name="fsdp2", stage=3, precision="bf16", copies=True, keeps_masters_alone=True),
-            System(name="fsdp1", stage=3, precision="bf16", keeps_masters_alone=True),
+            # keep masters alone, cast them for the gather, and keep the root gathered (torch/distributed/fsdp);
+            # torchtitan keeps the head, too (`reshard_after_forward` in its models' parallelize.py).
+            System(name="fsdp2", stage=3, precision="bf16", copies=True, keeps_last=True, keeps_masters_alone=True),
+            System(name="fsdp1", stage=3, precision="bf16", keeps_last=True, keeps_masters_alone=True),
             System(name="ddp", stage=0, precision="all-bf16", bucket_bytes=-1, no_sync=True),
             System(name="deepspeed-1", stage=1, precision="bf16-grads", no_sync=True, reduces_beside=False,
                    sums_everywhere=True, publishes_beside=False),

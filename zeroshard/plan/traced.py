@@ -43,7 +43,7 @@ from zeroshard.store.bus import SMALL_BYTES
 from zeroshard.table.bytes import Updates
 from zeroshard.table.pipeline import Schedule
 from zeroshard.table.schedule import ROOT
-from zeroshard.table.spec import Formats
+from zeroshard.table.spec import Formats, UnitSpec
 from zeroshard.table.whole import owned_bytes
 from zeroshard.torch_private import local_of
 from zeroshard.tree import find, map_floating
@@ -166,14 +166,7 @@ def trace_job(
     flops, saved_bytes = sum(forwards), sum(trace.saved_bytes() for trace in traces)
 
     def made(moved: Options) -> Traced:
-        specs = describe_units(
-            plans,
-            moved.placed_row,
-            precision,
-            shard_size=moved.shard_ranks,
-            replicas=moved.replicas,
-            numel_of=local_numel,
-        )
+        specs = _specs(plans, moved, precision, 0)
         updates = updates_for(specs, moved, homes)
         job = Job(
             specs,
@@ -312,6 +305,20 @@ def _update_bytes(options: Options, updates: Sequence[Updates]) -> int:
     return kernel_bytes_of(updates, options.states) if is_counted else 0
 
 
+def _specs(plans: Sequence[UnitPlan], options: Options, precision: Precision, rank: int) -> tuple[UnitSpec, ...]:
+    """Return the units on a rank of the shards."""
+    return describe_units(
+        plans,
+        options.placed_row,
+        precision,
+        shard_size=options.shard_ranks,
+        shard_rank=rank,
+        replicas=options.replicas,
+        numel_of=local_numel,
+        is_part=options.pipe > 1 or not options.system.keeps_last,
+    )
+
+
 def _other_ranks(
     job: Job, options: Options, plans: Sequence[UnitPlan], precision: Precision, homes: Mapping[int, str]
 ) -> Sequence[tuple[str, int, Job]]:
@@ -319,15 +326,7 @@ def _other_ranks(
     ranks = options.shard_ranks
     found = []
     for name, count, place in shown_ranks(ranks, owned_bytes(job.updates, ranks), SHOWN_RANKS):
-        specs = describe_units(
-            plans,
-            options.placed_row,
-            precision,
-            shard_size=ranks,
-            shard_rank=place,
-            replicas=options.replicas,
-            numel_of=local_numel,
-        )
+        specs = _specs(plans, options, precision, place)
         other = dataclasses.replace(job, units=specs, updates=updates_for(specs, options, homes))
         found.append((name, count * options.replicas * options.islands * options.tensor, other))
     return found

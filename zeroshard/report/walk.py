@@ -7,7 +7,8 @@ Note: what is read and what is derived
     The order, kind, unit and bytes of each step are those of an event of `zero.trace`; no event is added. Bytes in
     memory are those of `zero.memory()` on each rank when the next event was issued. The gathered units and the held
     gradients are derived from the events, and agree exactly with these bytes. The input of a block is kept for
-    recomputation from the end of its forward (its release) until its backward has used it (its reduction).
+    recomputation from the end of its forward (its release; for the last block, which stays gathered, the end of the
+    pass) until its backward has used it (its reduction).
 """
 
 import json
@@ -62,6 +63,9 @@ def tell_walk(recording: Mapping[str, Any]) -> Walk:
         steps=[],
     )
     for place, event in enumerate(events):
+        if event["phase"] == "backward" and events[place - 1]["phase"] == "forward":
+            last = [unit for unit in state["whole"] if unit != _ROOT]
+            state = WalkState(**{**state, "kept": state["kept"] + last})
         sentence = _sentence(event, state, walk["ranks"])
         state = _after(event, state, [moments[place + 1] for moments in measured])
         walk["steps"].append(WalkStep(sentence=sentence, event=event, state=state))
@@ -98,23 +102,22 @@ def _sentence(event: WalkEvent, state: WalkState, ranks: int) -> str:
                 f"The forward begins: all ranks gather {unit}, the parameters outside the blocks, "
                 f"each from the {ranks} shards ({sent})."
             )
-        case "gather" if event["unit"] == _ROOT:
-            return f"The backward begins: {unit} is gathered again, because it was released after the forward ({sent})."
         case "gather" if in_use and is_forward:
             return (
                 f"{unit} is gathered ahead of its use, so that its values travel while {in_use[-1]} computes ({sent})."
             )
-        case "gather" if in_use:
-            return f"{unit} is gathered ahead of its backward, while that of {in_use[-1]} runs ({sent})."
         case "gather" if is_forward:
             return f"All ranks gather {unit} for its forward: for a while each rank holds it whole ({sent})."
+        case "gather" if in_use[-1] in state["kept"] and not state["reduced"]:
+            return (
+                f"The backward begins with {_ROOT_NAME} and {in_use[-1]}, which stayed gathered because the forward "
+                f"used them last; {unit} is gathered again meanwhile ({sent})."
+            )
         case "gather":
             return (
-                f"{unit} is gathered again: its forward is recomputed from the kept input, and its backward follows "
-                f"({sent})."
+                f"{unit} is gathered again, while {in_use[-1]} is computed again from its kept input and its backward "
+                f"follows ({sent})."
             )
-        case "release" if event["unit"] == _ROOT and is_forward:
-            return f"The forward of the model is over: {unit} is released, and no parameter is whole on any rank."
         case "release" if is_forward:
             return (
                 f"The forward of {unit} is over: the shards of other ranks are released, and its input alone is kept."

@@ -62,7 +62,8 @@ class KeptBytes:
         """Return the units with a row and an offload."""
         mesh, moved = self.mesh, row_with(row, offload, is_alone=self.is_alone)
         sizes = {"shard_size": mesh.shard_size, "replicas": mesh.replicas}
-        return describe_units(self.plans, moved, self.precision, numel_of=self.numel_of, **sizes)
+        is_part = mesh.pipe is not None
+        return describe_units(self.plans, moved, self.precision, numel_of=self.numel_of, is_part=is_part, **sizes)
 
     def __call__(self, row: Residency, offload: Offload | None) -> int:
         """Return the bytes with a row and an offload."""

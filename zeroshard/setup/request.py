@@ -195,6 +195,7 @@ def describe(request: Request, joined: Mesh, forms_of: FormsOf) -> Described:
         shard_rank=mesh.shard_rank,
         replicas=mesh.replicas,
         numel_of=numel_of,
+        is_part=mesh.pipe is not None,
     )
     check_bucket_count(units)
     own, reduction = chosen_modules(model, precision), request.reduction

@@ -121,9 +121,10 @@ class Sharded(Cell):
     """Every rank keeps its own shard.
 
     Args:
-        until: for parameters, when gathered parameters are released: "use" releases them after each use. "backward"
-            keeps them from a forward with gradients until its backward has used them: a backward gathers nothing, but
-            all parameters are full at once. "step" keeps them until the optimizer's step, so that several micro-batches
+        until: for parameters, when gathered parameters are released: "use" releases them after each use, but for those
+            that a backward uses first, which are outside blocks or in the last one: they stay for it. "backward" keeps
+            all from a forward with gradients until its backward has used them: a backward gathers nothing, but all
+            parameters are full at once. "step" keeps them until the optimizer's step, so that several micro-batches
             gather once.
 
     ```python

@@ -80,7 +80,7 @@ class Schedule:
         self.outlasting = set(record.outlasting | record.carried)
         self.issued: set[int] = set()
         """Units gathered in this pass: a second request means that the unit was released too early."""
-        self.whole = dict.fromkeys(sorted(record.carried), True)
+        self.whole = dict.fromkeys(sorted(record.carried), False)
         """Units gathered and not released, in order of issue; True once this rank has used the unit."""
 
     @property
@@ -94,6 +94,8 @@ class Schedule:
             self._recent = (*self._recent[-1:], unit)
             others = {u for u, is_used in self.whole.items() if is_used} - {*self._recent}
             self.outlasting |= others - self._kept - self.held
+        if unit in self.carried - self.held:
+            self.outlasting.discard(unit)  # from its use on, the unit counts in the window: this pass releases it
         if unit in self.whole:
             actions = self._pass_over(unit)
             self.whole[unit] = True
@@ -164,7 +166,9 @@ class Schedule:
             taken = self.whole.keys() - self._kept - self.outlasting
             if self.held:  # a held unit does not count in the window after its use: it is not released in this pass
                 taken -= {u for u in self.held if self.whole.get(u)}
-            has_room = unit in self._kept or len(taken) < WINDOW
+            # A pass that begins with units from an earlier one uses one of them, or the next one, first.
+            size = WINDOW if self._recent or not self.carried else WINDOW - 1
+            has_room = unit in self._kept or len(taken) < size
             if not (has_room if kind == "gather" else unit in self._landed):
                 break
             actions += self._issue_front()
@@ -184,7 +188,7 @@ class Schedule:
         for other, is_used in list(self.whole.items()):
             if other == unit:
                 break
-            if not is_used and other not in self._kept:
+            if not is_used and other not in self._kept | self.carried:
                 actions += self.let_go(other)
         return actions
 

@@ -26,6 +26,7 @@ __all__ = [
     "UnitSpec",
     "itemsize",
     "message_of",
+    "with_last",
 ]
 
 Range = tuple[int, int]
@@ -240,11 +241,13 @@ class UnitSpec:
     Args:
         number: place among the model's units; 0 is the root.
         name: the module's name, "" for the root.
+        is_last: whether a forward uses it last, so that its backward, which uses it first, finds it gathered.
     """
 
     number: int
     name: str
     buckets: tuple[BucketSpec, ...]
+    is_last: bool = False
 
     @cached_property
     def is_whole(self) -> bool:
@@ -252,10 +255,16 @@ class UnitSpec:
         return all(bucket.is_whole for bucket in self.buckets)
 
     @cached_property
-    def released(self) -> Until:
-        """When the unit is released after it was gathered: the latest of its buckets."""
+    def kept_until(self) -> Until:
+        """Until when cells keep the unit gathered: the latest of its buckets."""
         found = {bucket.row.parameters.released for bucket in self.buckets if bucket.is_gathered}
         return max(found, key=get_args(Until).index, default="use")
+
+    @cached_property
+    def released(self) -> Until:
+        """When the unit is released after it was gathered."""
+        is_gathered = any(bucket.is_gathered for bucket in self.buckets)
+        return "backward" if self.is_last and is_gathered and self.kept_until == "use" else self.kept_until
 
     @property
     def is_held(self) -> bool:
@@ -302,3 +311,8 @@ class UnitSpec:
     @cached_property
     def _param_dtypes(self) -> str:
         return "+".join(sorted({bucket.formats.param for bucket in self.buckets}))
+
+
+def with_last(units: Sequence[UnitSpec], last: int) -> tuple[UnitSpec, ...]:
+    """Return the units of a model, with those noted that its forward uses last: the root, and the unit `last`."""
+    return tuple(replace(unit, is_last=unit.number in (ROOT, last)) for unit in units)

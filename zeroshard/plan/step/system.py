@@ -34,6 +34,7 @@ class System:
             Otherwise the device waits for each gather, and one exchange follows the last backward.
         sums_everywhere: whether gradients are all-reduced also where a rank needs only a part of the sums.
         copies: whether units are gathered into, and gradients reduced from, flat buffers beside the parameters' own.
+        keeps_last: whether what a forward uses last stays gathered for the backward.
         keeps_masters_alone: whether a rank's part of gathered parameters is kept only in the dtype of the masters.
         keeps_gradients: whether the sums of gradients stay from step to step.
         bucket_bytes: memory that holds a second copy of all gradients for their exchange (-1), or buffers of so many
@@ -68,6 +69,7 @@ class System:
     reduces_beside: bool = True
     sums_everywhere: bool = False
     copies: bool = False
+    keeps_last: bool = False
     keeps_masters_alone: bool = False
     keeps_gradients: bool = False
     bucket_bytes: int = 0
@@ -94,7 +96,7 @@ class System:
         return self.host_part * device.queue_s, self.exchange_part * device.exchange_s
 
 
-ZEROSHARD: Final = System(name="zeroshard")
+ZEROSHARD: Final = System(name="zeroshard", keeps_last=True)
 """This library: the engine's own schedule, which `table/step.py` has."""
 
 
