@@ -1,6 +1,7 @@
 """Parameters of every shape and layout: 0-d, empty, odd, fewer elements than ranks, strides that are not row-major."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -30,10 +31,12 @@ class Odd(nn.Module):
         return x + self.linear(x) * gain * self.cube.cos().mean()
 
 
-def train(run: Run, model: nn.Module, make: Callable[[nn.Module], torch.optim.Optimizer] = models.adamw) -> None:
+def train(
+    run: Run, model: nn.Module, make: Callable[[nn.Module], torch.optim.Optimizer] = models.adamw, **options: Any
+) -> None:
     """Train three steps and record shapes and strides as the user sees them."""
     optimizer = make(model)
-    run.shard(model, optimizer)
+    run.shard(model, optimizer, **options)
     for step in range(3):
         loss = models.stack_loss(model, step, run.rank)
         run.backward(loss)
@@ -103,7 +106,7 @@ class OnlyEmpty(nn.Module):
 def units_of_no_elements(run: Run) -> None:
     model = models.build(models.Stack)
     model.blocks = nn.ModuleList(OnlyEmpty() for _ in range(2))
-    train(run, model)
+    train(run, model, units=list(model.blocks))
 
 
 class Convolution(nn.Module):

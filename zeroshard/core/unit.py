@@ -172,7 +172,7 @@ class Unit:
     @property
     def waits(self) -> bool:
         """Whether gradients wait for a sum over all ranks, including those of parameters frozen since then."""
-        return any(b.grads.scope is Scope.COPY or b.grads.has_local for b in self.buckets)
+        return any(b.grads.scope is Scope.COPY or (b.layout.full_numel and b.grads.has_local) for b in self.buckets)
 
     @property
     def is_deferred(self) -> bool:

@@ -119,7 +119,7 @@ class Offload:
         if self.to != HOST and not str(self.to).startswith("/"):
             raise ValueError(
                 f"Offload(to={self.to!r}): write 'host', or a folder as an absolute path, such as '/scratch', because "
-                "ranks may run in different folders."
+                "ranks may run in different folders. To let zeroshard choose, write offload='auto'."
             )
 
 
