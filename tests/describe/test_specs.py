@@ -55,6 +55,14 @@ def test_formats_by_column() -> None:
     assert rounded.formats_of(torch.float32, is_kept=True) == SINGLE
     assert rounded.formats_of(torch.int8, is_kept=False).state == "int8"
     assert Precision().formats_of(torch.float64, is_kept=False).grad == "float64"
+    # What is given alone is heard: the rest keeps the dtype of the parameters.
+    for name in ("reduce", "grad", "master"):
+        alone = Precision(**{name: torch.bfloat16}).formats_of(torch.float32, is_kept=False)
+        assert getattr(alone, name) == "bfloat16"
+        assert alone.param == "float32"
+    halves = Precision(master=torch.float32).formats_of(torch.bfloat16, is_kept=False)
+    assert halves == Formats("bfloat16", "bfloat16", "bfloat16", "float32", "float32")
+    assert Precision().formats_of(torch.bfloat16, is_kept=False) == Formats(*["bfloat16"] * 5)
 
 
 def test_what_a_rank_has_of_a_parameter_is_the_callers_to_say() -> None:

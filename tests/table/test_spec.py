@@ -77,7 +77,12 @@ def test_buffers_of_a_reduction() -> None:
     assert Silence().reduction(plain) == Native().reduction(plain) == HostWire(8).reduction(plain) == []
     assert Messages().reduction(plain) == [(shard, "float32")] * 3
     assert Messages().reduction(rounded) == [(rounded.layout.shard_numel, "bfloat16")] * 6
-    assert Native().reduction(rounded) == [(rounded.layout.full_numel, "bfloat16")]
+    assert (Native().lands_as(rounded), Native().lands_as(bucket(2, BF16)), Native().lands_as(bucket(1, BF16))) == (
+        *("bfloat16", "bfloat16"),
+        "float32",  # held whole
+    )
+    assert Native().reduction(rounded) == [(rounded.layout.shard_numel, "float32")]
+    assert Native(accumulates=True).reduction(rounded) == [(rounded.layout.full_numel, "bfloat16")]
     assert HostWire(8).reduction(alone) == [(4 * 8, "float32")]
     copied = bucket(1, copies=2)
     assert Messages().reduction(copied)[-2:] == [

@@ -424,7 +424,6 @@ class Engine(Ending):
         grad = slot.form.part(grad)
         slot.bucket.grads.land(slot.index, grad.to_dense() if grad.layout is not torch.strided else grad, scale)
         if unit.count_landed(parameter):
-            unit.copy_arrived()
             self.order.land(unit.number)
             is_trained_whole = unit.landed == len(unit.parameters)
             if self.is_sharded and is_trained_whole and not unit.has_end_hint and not unit.recomputed:

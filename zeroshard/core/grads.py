@@ -203,6 +203,8 @@ class FlatGradients(Gradients):
         super().__init__(spec, places, dtype, ledger, landing)
         self.lands_together = False
         """Whether gradients stay in autograd's memory until `copy_arrived`."""
+        self.message = dtype
+        """The dtype in which gradients wait that are complete and will be sent."""
         self._arrived: dict[int, Tensor] = {}
         """Gradients to copy, by parameter."""
         self._scale = 1.0
@@ -256,6 +258,8 @@ class FlatGradients(Gradients):
             self._arrived[index], self._scale, self.own[index] = grad, scale, LOCAL
             return
         self.copy_arrived()
+        if self.own[index] is LOCAL and self.local is not None and self.local.dtype is not self.dtype:
+            self._widen()
         view = self._views[index]
         if self.own[index] is LOCAL:
             view.add_(grad if scale == 1.0 else grad.to(self.dtype), alpha=scale)
@@ -265,12 +269,16 @@ class FlatGradients(Gradients):
                 view.mul_(scale)
         self.own[index] = LOCAL
 
-    def copy_arrived(self) -> None:
-        """Copy all waiting gradients into `local`, in one launch."""
+    def copy_arrived(self, *, is_sent: bool = False) -> None:
+        """Copy all waiting gradients into `local`, in one launch.
+
+        Args:
+            is_sent: whether the gradients are complete, and their sum follows.
+        """
         if not self._arrived:
             return
         if self.local is None:
-            self._begin_local()
+            self._begin_local(self.message if is_sent and self._scale == 1.0 else self.dtype)
         views, arrived = [self._views[index] for index in self._arrived], [*self._arrived.values()]
         self._arrived, nbytes = {}, sum(one.nbytes for one in arrived)
         self._ledger.add("transient", nbytes)
@@ -279,11 +287,18 @@ class FlatGradients(Gradients):
             foreach_mul_(views, self._scale)
         self._ledger.add("transient", -nbytes)
 
-    def _begin_local(self) -> None:
+    def _widen(self) -> None:
+        """Convert `local`, to which a gradient is added, from the dtype of messages."""
+        assert self.local is not None
+        narrow, self.local = self.local, self._pool.take(self._layout.full_numel, self.dtype, self._device)
+        self._views = self._places.views_of(self.local.copy_(narrow))
+        self._pool.give(narrow)
+
+    def _begin_local(self, dtype: torch.dtype | None = None) -> None:
         if self.spec.lands_on_held and self.is_first:
             self.local = self.hold()
         else:
-            self.local = self._pool.take(self._layout.full_numel, self.dtype, self._device)
+            self.local = self._pool.take(self._layout.full_numel, dtype or self.dtype, self._device)
         self._views = self._places.views_of(self.local)
 
     def take_local(self, copies: int = 1) -> "Local":
@@ -304,7 +319,7 @@ class FlatGradients(Gradients):
         # Sums go straight to held gradients, if those contain no sum yet and the device can write them.
         part, spare = self.local[slice(*self.spec.shard)], None
         place = self.landing.place_of_sum(self.own_shard, part) if self.is_first else part
-        if copies > 1 and place.data_ptr() == part.data_ptr():
+        if part.dtype is not self.dtype or (copies > 1 and place.data_ptr() == part.data_ptr()):
             place = spare = self._pool.take(self._layout.shard_numel, self.dtype, self._device)
         local = Local(self.local, place, spare, self._views, self.own, self.sums, self.is_first)
         self.local, self._views = None, []  # views would keep a gradient that autograd allocated

@@ -167,6 +167,7 @@ class Order:
     def land(self, unit: int) -> None:
         """Record that this rank has all its gradients of `unit`."""
         pass_ = self._open_pass()
+        self._units[unit].copy_arrived(is_sent=pass_.scope is not Scope.RANK and unit in pass_.numbers)
         if pass_.scope is Scope.RANK:
             return
         pass_.marks.append(("land", unit))

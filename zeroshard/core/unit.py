@@ -399,11 +399,11 @@ class Unit:
             return []
         return [comm.gather(grads.hold(), Tag(number, bucket.number, what), kind="reduce")]
 
-    def copy_arrived(self) -> None:
+    def copy_arrived(self, *, is_sent: bool = False) -> None:
         """Copy gradients that wait for the completion of the unit; see `FlatGradients`."""
         for bucket in self.buckets:
             if bucket.flat is not None:
-                bucket.flat.copy_arrived()
+                bucket.flat.copy_arrived(is_sent=is_sent)
 
     def end_backward(self) -> None:
         """Reset the state of one backward pass."""

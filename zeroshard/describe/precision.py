@@ -90,12 +90,13 @@ class Precision:
     def formats_of(self, dtype: torch.dtype, *, is_kept: bool) -> Formats:
         """Return the formats for a parameter that has `dtype` in the model."""
         # One-byte weights are quantized, with separate scales: a cast would undo the quantization.
-        if is_kept or self.param is None or not dtype.is_floating_point or dtype.itemsize == 1:
+        if is_kept or not dtype.is_floating_point or dtype.itemsize == 1:
             return _formats(dtype, dtype, dtype, dtype, dtype)
-        grad = self.grad or torch.promote_types(self.param, torch.float32)
-        master = self.master or torch.promote_types(dtype, torch.float32)
+        param, least = self.param or dtype, dtype if self.param is None else torch.float32
+        grad = self.grad or torch.promote_types(param, least)
+        master = self.master or torch.promote_types(dtype, least)
         state = torch.float32 if self.rounding == "stochastic" else master
-        return _formats(self.param, self.reduce or grad, grad, master, state)
+        return _formats(param, self.reduce or grad, grad, master, state)
 
 
 def _formats(*kinds: torch.dtype | str) -> Formats:

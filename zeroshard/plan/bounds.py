@@ -230,7 +230,10 @@ def _state_of(unit: UnitSpec, optimizer: str, shape: Transformer, machine: Machi
     return _State(
         resident_bytes=parameters_bytes + masters_bytes + states_bytes,
         held_bytes=held_bytes,
-        buffer_bytes=sum(one.layout.full_numel * itemsize(one.formats.grad) for one in apart),
+        buffer_bytes=sum(
+            one.layout.full_numel * itemsize(one.formats.reduce if one.lands_as_message else one.formats.grad)
+            for one in apart
+        ),
         whole_bytes=0 if is_direct else unit.full_bytes,
         movable_bytes=masters_bytes + states_bytes + held_bytes + (parameters_bytes if is_cut else padding_bytes),
         moved_bytes=sum(account.moved_bytes),

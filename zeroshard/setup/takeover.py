@@ -108,6 +108,7 @@ def _make_unit(number: int, described: Described, comm: Comm, ledger: Ledger, st
         if bucket.flat is not None:
             # Gradients of the root arrive throughout a backward, and would wait for its end.
             bucket.flat.lands_together = comm.wire.lands_together and number != ROOT
+            bucket.flat.message = getattr(torch, comm.wire.lands_as(bucket.spec))
     return Unit(spec, buckets, described.scale, plan.blocks)
 
 

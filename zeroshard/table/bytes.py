@@ -194,7 +194,7 @@ def _transient_bytes(
         wide_bytes: bytes of masters during an update in another dtype, when no unit is gathered.
         exchanged: the parameters of each optimizer that are sent to owners.
     """
-    uses, pool, most_bytes = plain_uses(len(units)), _Counted(keeps=wire.keeps_buffers), -1
+    uses, pool, most_bytes = plain_uses(len(units)), _Counted(wire), -1
     forward, backward = steady_passes(units, uses)
     steps = [*zip(uses.forward, forward.actions, strict=True), *zip(uses.backward, backward.actions, strict=True)]
     is_alone = all(bucket.layout.world_size == 1 for unit in units for bucket in unit.buckets)
@@ -227,13 +227,13 @@ def _transient_bytes(
 class _Counted:
     """Buffers, with their current and peak bytes."""
 
-    def __init__(self, *, keeps: bool) -> None:
-        self._buffers, self._keeps, self._now, self.most_bytes = Buffers(), keeps, 0, 0
+    def __init__(self, wire: Wire) -> None:
+        self._buffers, self._wire, self._now, self.most_bytes = Buffers(), wire, 0, 0
 
     def land(self, unit: UnitSpec) -> list[Buffer]:
         """Take the buffers of the unit's gradients; tensors that autograd allocated are not pooled."""
         sharded = [bucket for bucket in unit.reduced if not bucket.holds_whole_gradients]
-        return [self.take(b.layout.full_numel, b.formats.grad, is_adopted=b.adopts) for b in sharded]
+        return [self.take(b.layout.full_numel, self._wire.lands_as(b), is_adopted=b.adopts) for b in sharded]
 
     def exchange(self, owned: Sequence[Owned]) -> None:
         """Take and return the buffers of an exchange in rounds, like `update/exchange.py`."""
@@ -261,7 +261,7 @@ class _Counted:
         self.most_bytes = max(self.most_bytes, self._now + nbytes)
 
     def take(self, numel: int, dtype: str, *, is_adopted: bool = False) -> Buffer:
-        is_kept = self._keeps and not is_adopted
+        is_kept = self._wire.keeps_buffers and not is_adopted
         buffer, gone = self._buffers.take(numel, dtype) if is_kept else (Buffer(numel, None), None)
         if gone is not None:
             self._now -= gone.memory

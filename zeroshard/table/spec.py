@@ -216,6 +216,12 @@ class BucketSpec:
         is_one = len(self.names) == 1 and self.layout.numel == self.layout.full_numel
         return is_one and not self.holds_whole_gradients and self.formats.param == self.formats.grad
 
+    @cached_property
+    def lands_as_message(self) -> bool:
+        """Whether gradients may be converted for their message as they land: all at once, and bf16 cannot overflow."""
+        formats = self.formats
+        return bool(self.unit) and formats.reduce == "bfloat16" != formats.grad and not self.holds_whole_gradients
+
     def bytes_of(self, held: Range, dtype: str) -> tuple[int, int]:
         """Return the bytes of a range of the bucket as (parameters, padding)."""
         owned = self.layout.owned_numel(*held)

@@ -44,6 +44,10 @@ class Wire(ABC):
         blocks = self.wire_bytes // max(1, messages * count * itemsize(dtype))
         return min(numel, max(1, blocks) * BLOCK_NUMEL)
 
+    def lands_as(self, bucket: BucketSpec) -> str:
+        """Return the dtype of the memory in which a bucket's gradients wait for their sum."""
+        return bucket.formats.grad
+
     @abstractmethod
     def among_shards(self, bucket: BucketSpec) -> list[Message]:
         """Return the buffers of a sum over the ranks of one replica of the state."""
@@ -109,14 +113,28 @@ class Native(Wire):
     """A backend's own collectives, which support only dtypes; a unit is one message, reduced beside computation.
 
     Buffers return to the allocator of the device, where a forward's activations can use their memory.
+
+    Args:
+        accumulates: whether gradients of several micro-batches are added before their sum, in the dtype of held ones.
     """
 
     lands_together: bool = True
     keeps_buffers: bool = False
     overlaps: bool = True
+    accumulates: bool = False
+
+    def lands_as(self, bucket: BucketSpec) -> str:
+        is_ready = self.lands_together and not self.accumulates
+        return bucket.formats.reduce if is_ready and bucket.lands_as_message else bucket.formats.grad
 
     def among_shards(self, bucket: BucketSpec) -> list[Message]:
+        if self.lands_as(bucket) == bucket.formats.reduce:
+            return []
         return self._converted(bucket, bucket.layout.shard_numel, bucket.layout.world_size)
+
+    def apart(self, bucket: BucketSpec) -> list[Message]:
+        is_message = self.lands_as(bucket) != bucket.formats.grad
+        return [(bucket.layout.shard_numel, bucket.formats.grad)] if is_message else super().apart(bucket)
 
     def among_copies(self, bucket: BucketSpec) -> list[Message]:
         return self._converted(bucket, bucket.layout.shard_numel, 1) if bucket.replicas > 1 else []
@@ -153,6 +171,8 @@ class Reducing:
     def advance(self) -> None:
         """Finish the sums over replicas; where there are sums within a replica, start theirs over replicas."""
         self._give(self._messages)
+        if all(bucket.replicas == 1 for bucket in self._buckets):  # these sums are the final ones
+            self._given, self._sums = self._given + self._sums, []
         before = self._copied + self._given
         self._copied = self._sums + (self._taken(self._wire.among_copies) if self._wire.overlaps else [])
         self._give(before)

@@ -116,8 +116,9 @@ class NcclComm(LinkedComm):
         """
         if codec.is_message(full):
             op, rest = _folded(scale, ranks, full.dtype)
-            work = begin(own, full, op)
-            return Pending(lambda: self._finish(work, own, own, rest, tag))
+            part = own if own.dtype == full.dtype else full.view(-1, own.numel())[place]
+            work = begin(part, full, op)
+            return Pending(lambda: self._finish(work, part, own, rest, tag))
         sent = self.pool.take(full.numel(), codec.dtype, full.device)
         factor = scale if codec.dtype is not torch.float16 else min(scale, 1 / ranks)
         torch.mul(full, factor, out=sent)
@@ -137,8 +138,9 @@ class NcclComm(LinkedComm):
     ) -> None:
         """Wait for a sum, and copy its `part` to `own`."""
         self.links.wait_on_stream(work, tag.what)
-        if sent is not None:
+        if part is not own:
             own.copy_(part)
+        if sent is not None:
             # The next user writes to the buffer on the stream that has waited for the collective.
             self.pool.give(sent)
         if rest != 1.0:

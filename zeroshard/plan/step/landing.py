@@ -113,7 +113,7 @@ class Landing:
         Args:
             is_adopted: whether that is the memory of a gradient that fills the bucket.
         """
-        numel, dtype, what = bucket.layout.full_numel, bucket.formats.grad, "gradients to reduce"
+        numel, dtype, what = bucket.layout.full_numel, self._job.wire.lands_as(bucket), "gradients to reduce"
         if bucket.holds_whole_gradients and bucket.number not in self._summed:
             self._hold(bucket)
         elif bucket.number in self._local:
