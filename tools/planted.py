@@ -1658,8 +1658,8 @@ TWO_A_ROOM = (
     Bug(
         "a pass that begins with a whole unit gathers two beside it",
         "table/schedule.py",
-        "not self.carried else WINDOW - 1",
-        "not self.carried else WINDOW",
+        "WINDOW - (self._begins_whole and not self._recent)",
+        "WINDOW",
         "tests/table/test_step.py::test_a_backward_that_begins_with_the_last_unit_has_no_more_than_two_at_a_time[False]",
     ),
     Bug(
@@ -1668,6 +1668,35 @@ TWO_A_ROOM = (
         "            self.outlasting.discard(unit)  #",
         "            pass  #",
         "tests/table/test_step.py::test_a_backward_that_begins_with_the_last_unit_has_no_more_than_two_at_a_time[True]",
+    ),
+    Bug(
+        "reads between forward and backward see memory that the backward frees",
+        "core/order.py",
+        "            self._units[number].hold()",
+        "            pass",
+        "tests/engine/test_last_units.py::test_reads_between_forward_and_backward_raise[True]",
+    ),
+    Bug(
+        "the last unit by registration stays wherever it is used",
+        "table/schedule.py",
+        "held - {last} if is_earlier else held",
+        "held",
+        "tests/engine/test_last_units.py::test_a_unit_stays_only_if_a_forward_gathers_it_last",
+    ),
+    Bug(
+        "gradients of several micro-batches are added in the dtype of messages",
+        "core/grads.py",
+        "self.message if is_sent and self._scale == 1.0 else self.dtype",
+        "self.message",
+        "tests/engine/test_landing_as_message.py::test_sums_are_those_of_messages_in_bf16"
+        "[3-two micro-batches, one sum]",
+    ),
+    Bug(
+        "a late gradient is added in the dtype of messages",
+        "core/grads.py",
+        "            self._widen()",
+        "            pass",
+        "tests/engine/test_landing_as_message.py::test_a_gradient_that_comes_later_is_added_in_fp32",
     ),
     Bug(
         "messages of a pipe take no time",

@@ -60,10 +60,11 @@ def test_bytes_by_axis_are_the_formulas(stage: int) -> None:
     bytes_all = NUMEL * 8
     inside = (2 - 1) / 2  # (S-1)/S of the payload for each collective among the two ranks of a copy
     across = 2 * (2 - 1) / 2 / 2  # an all-reduce among two replicas, of the half that a rank keeps
-    gathers = [0, 1, 1, 2][stage]
+    ends = 2 * 32 * 32 + 32 * 32  # root and last block stay for their backward
+    gathered = [0, NUMEL, NUMEL, 2 * NUMEL - ends][stage]
     reduces = [2, 1, 1, 1][stage]
     for _, (_, _, sent, memory, _) in run_ranks(both, 4, stage):
-        assert sent.get("gather", 0) == STEPS * gathers * inside * bytes_all
+        assert sent.get("gather", 0) == STEPS * gathered * 8 * inside
         assert sent["reduce"] == STEPS * reduces * inside * bytes_all
         assert sent["replicate"] == STEPS * across * bytes_all
         assert memory["states"] == 2 * bytes_all // (1 if stage == 0 else 2)

@@ -69,6 +69,7 @@ class Order:
         """Whether parameters are gathered for use."""
         self._held = frozenset(unit.number for unit in units if unit.spec.is_held)
         self._staying = frozenset(unit.number for unit in units if unit.spec.released == "step")
+        self._last = next((unit.number for unit in units if unit.spec.is_held_as_last), None)
         self.carried: frozenset[int] = frozenset()
         """Units that a forward left gathered for its backward; equal on all ranks."""
         self.current: Pass | None = None
@@ -124,7 +125,7 @@ class Order:
         record = self._records.get(key)
         asks = record is None or (phase == "backward" and self._has_left_record)
         held = self._held if holds else self.carried if phase == "forward" else self._staying
-        followed = record or Record(held=held, carried=self.carried)
+        followed = (record or Record(carried=self.carried)).holding(held, self._last)
         schedule = Schedule(
             replace(followed, requests=()) if asks else followed, lambda unit: self._units[unit].is_complete()
         )
@@ -193,6 +194,8 @@ class Order:
             self._wait_for_tails()
         pass_.checksum, self.current, self.history.phase = checksum_of(self._changes), None, "step"
         self.carried = frozenset(pass_.schedule.whole)
+        for number in self.carried:
+            self._units[number].hold()
         if pass_.scope is not Scope.RANK:
             pass_.used = [flag for unit in self._units for flag in unit.has_landed()]
             pass_.buffers = self.buffers.digest(is_followed=pass_.scope is Scope.ALL)

@@ -267,6 +267,12 @@ class Unit:
             self.let_read(Presence.RELEASED)
         return nbytes
 
+    def hold(self) -> None:
+        """Have reads of the gathered unit raise outside passes: what they return would outlive its release."""
+        self.wait()
+        self._coming = []
+        self.let_read(Presence.COMING)
+
     def rest(self) -> None:
         """Minimize the memory of a gathered unit that is not in use."""
         for bucket in self._gathered:

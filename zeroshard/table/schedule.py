@@ -13,7 +13,7 @@ Note: record and marks
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Literal
 
@@ -60,6 +60,16 @@ class Record:
     carried: frozenset[int] = frozenset()
     """Units that are gathered when the pass begins, equal on all ranks: an earlier pass kept them."""
 
+    def holding(self, held: frozenset[int], last: int | None) -> "Record":
+        """Return the record with the units that stay gathered after the pass.
+
+        Args:
+            last: one of these that stays only if the pass does not release it earlier than others.
+        """
+        gathers = [unit for kind, unit in self.requests if kind == "gather"]
+        is_earlier = last is not None and gathers and last not in {gathers[-1], *self.pinned}
+        return replace(self, held=held - {last} if is_earlier else held)
+
 
 class Schedule:
     """One pass on one rank, following a record.
@@ -75,6 +85,8 @@ class Schedule:
         self._queue, self._is_skipped = list(record.requests), is_skipped
         self._kept = record.pinned | {ROOT}
         self.held, self.carried, self.keeps = record.held, record.carried, True
+        self._begins_whole = bool(record.carried - record.held - self._kept)
+        """Whether the first unit in use may be one that an earlier pass kept and this one releases."""
         self._landed: set[int] = set()
         self._recent: tuple[int, ...] = ()
         self.outlasting = set(record.outlasting | record.carried)
@@ -166,8 +178,7 @@ class Schedule:
             taken = self.whole.keys() - self._kept - self.outlasting
             if self.held:  # a held unit does not count in the window after its use: it is not released in this pass
                 taken -= {u for u in self.held if self.whole.get(u)}
-            # A pass that begins with units from an earlier one uses one of them, or the next one, first.
-            size = WINDOW if self._recent or not self.carried else WINDOW - 1
+            size = WINDOW - (self._begins_whole and not self._recent)
             has_room = unit in self._kept or len(taken) < size
             if not (has_room if kind == "gather" else unit in self._landed):
                 break

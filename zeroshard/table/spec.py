@@ -247,7 +247,7 @@ class UnitSpec:
     Args:
         number: place among the model's units; 0 is the root.
         name: the module's name, "" for the root.
-        is_last: whether a forward uses it last, so that its backward, which uses it first, finds it gathered.
+        is_last: whether a forward uses it last, by the order of parameters, so that its backward finds it gathered.
     """
 
     number: int
@@ -271,6 +271,11 @@ class UnitSpec:
         """When the unit is released after it was gathered."""
         is_gathered = any(bucket.is_gathered for bucket in self.buckets)
         return "backward" if self.is_last and is_gathered and self.kept_until == "use" else self.kept_until
+
+    @property
+    def is_held_as_last(self) -> bool:
+        """Whether the unit stays only because a forward is expected to use it last."""
+        return self.is_last and self.number != ROOT and self.is_held and self.kept_until == "use"
 
     @property
     def is_held(self) -> bool:
@@ -320,5 +325,9 @@ class UnitSpec:
 
 
 def with_last(units: Sequence[UnitSpec], last: int) -> tuple[UnitSpec, ...]:
-    """Return the units of a model, with those noted that its forward uses last: the root, and the unit `last`."""
-    return tuple(replace(unit, is_last=unit.number in (ROOT, last)) for unit in units)
+    """Return the units of a model, with those noted that its forward uses last: the root, and the unit `last`.
+
+    Nothing is noted for a model that is not trained, whose forwards no backward follows.
+    """
+    is_trained = any(bucket.is_trained for unit in units for bucket in unit.buckets)
+    return tuple(replace(unit, is_last=is_trained and unit.number in (ROOT, last)) for unit in units)

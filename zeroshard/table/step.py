@@ -12,7 +12,7 @@ Note: the steady state
 """
 
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal, final
 
@@ -87,7 +87,11 @@ def steady_passes(
     # A unit that the forward has not gathered is not gathered in the backward.
     carried = held & {unit for kind, unit in uses.forward if kind == "need"}
     staying = frozenset(unit for unit in held if units[unit].released == "step")
-    forward = _steady(units, uses.forward, Record(held=held, carried=EMPTY.held if is_first else carried & staying))
+    begin = Record(held=held, carried=EMPTY.held if is_first else carried & staying)
+    forward, last = _steady(units, uses.forward, begin), next((u.number for u in units if u.is_held_as_last), None)
+    if (kept := forward.record.holding(held, last).held) != held:
+        carried &= kept
+        forward = _steady(units, uses.forward, replace(begin, held=kept))
     begin, marks = Record(held=staying, carried=carried), uses.backward
     if not is_reduced:
         return forward, _steady(units, marks, begin, unreduced=frozenset(u for kind, u in marks if kind == "land"))
