@@ -1672,8 +1672,8 @@ TWO_A_ROOM = (
     Bug(
         "reads between forward and backward see memory that the backward frees",
         "core/order.py",
-        "            self._units[number].hold()",
-        "            pass",
+        "self._units[number].hold() for",
+        "number for",
         "tests/engine/test_last_units.py::test_reads_between_forward_and_backward_raise[True]",
     ),
     Bug(

@@ -43,6 +43,7 @@ from zeroshard.core.unit import Reduction, Unit, advanced
 from zeroshard.core.votes import Ask, Told, Votes
 from zeroshard.table.errors import RankMismatchError
 from zeroshard.table.schedule import WINDOW, Action, Record, Schedule
+from zeroshard.table.spec import Staying
 from zeroshard.torch_private import NoFunctionTransforms, is_profiling, profiled
 from zeroshard.wire.comm import Comm, Pending
 
@@ -63,13 +64,10 @@ class Order:
     """
 
     def __init__(self, units: Sequence[Unit], comm: Comm) -> None:
-        self._units, self._comm = units, comm
+        self._units, self._comm, self._staying = units, comm, Staying([unit.spec for unit in units])
         self._changes = [change for unit in units for change in unit.changes]
         self.is_sharded = any(not unit.spec.is_whole for unit in units)
         """Whether parameters are gathered for use."""
-        self._held = frozenset(unit.number for unit in units if unit.spec.is_held)
-        self._staying = frozenset(unit.number for unit in units if unit.spec.released == "step")
-        self._last = next((unit.number for unit in units if unit.spec.is_held_as_last), None)
         self.carried: frozenset[int] = frozenset()
         """Units that a forward left gathered for its backward; equal on all ranks."""
         self.current: Pass | None = None
@@ -124,8 +122,8 @@ class Order:
         key = (key, self.carried) if self.carried else key
         record = self._records.get(key)
         asks = record is None or (phase == "backward" and self._has_left_record)
-        held = self._held if holds else self.carried if phase == "forward" else self._staying
-        followed = (record or Record(carried=self.carried)).holding(held, self._last)
+        held = self._staying.to_backward if holds else self.carried if phase == "forward" else self._staying.to_step
+        followed = (record or Record(carried=self.carried)).holding(held, self._staying.last)
         schedule = Schedule(
             replace(followed, requests=()) if asks else followed, lambda unit: self._units[unit].is_complete()
         )
@@ -193,9 +191,7 @@ class Order:
             # Otherwise a rank may still wait for this rank in a round.
             self._wait_for_tails()
         pass_.checksum, self.current, self.history.phase = checksum_of(self._changes), None, "step"
-        self.carried = frozenset(pass_.schedule.whole)
-        for number in self.carried:
-            self._units[number].hold()
+        self.carried = frozenset(self._units[number].hold() for number in pass_.schedule.whole)
         if pass_.scope is not Scope.RANK:
             pass_.used = [flag for unit in self._units for flag in unit.has_landed()]
             pass_.buffers = self.buffers.digest(is_followed=pass_.scope is Scope.ALL)

@@ -267,11 +267,12 @@ class Unit:
             self.let_read(Presence.RELEASED)
         return nbytes
 
-    def hold(self) -> None:
-        """Have reads of the gathered unit raise outside passes: what they return would outlive its release."""
+    def hold(self) -> int:
+        """Have reads of the gathered unit raise outside passes, as what they return would outlive it; return it."""
         self.wait()
         self._coming = []
         self.let_read(Presence.COMING)
+        return self.number
 
     def rest(self) -> None:
         """Minimize the memory of a gathered unit that is not in use."""

@@ -39,6 +39,7 @@ from zeroshard.plan.trying import Candidate
 from zeroshard.table.activations import Activations
 from zeroshard.table.cells import Residency
 from zeroshard.table.spec import Formats, UnitSpec, itemsize
+from zeroshard.table.wires import Native
 
 __all__ = ["bound_of"]
 
@@ -91,8 +92,7 @@ def bound_of(shape: Transformer, options: Options) -> Candidate:
         for layers in placed
     ]
     peak_bytes = max(_peak_bytes(units, options, options.pipe - place) for place, units in enumerate(places))
-    root_bytes = states["root"].movable_bytes
-    movable_bytes = root_bytes + max(sum(n * one.movable_bytes for n, one, _ in units) for units in places)
+    movable_bytes = max(sum(n * one.movable_bytes for n, one, _ in units) for units in places)
     passes_s, backward_s = _passes_s(places, options)
     # What arrives beside the next forward may cost nothing.
     is_awaited = not (wire_of(options).overlaps and options.system.publishes_beside)
@@ -100,13 +100,13 @@ def bound_of(shape: Transformer, options: Options) -> Candidate:
         (is_awaited * sum(n * one.publish_s for n, one, _ in units), sum(n * one.moved_bytes for n, one, _ in units))
         for units in places
     ]
-    dtype = options.formats.param
-    update_s = max(sent_s + device.kernel_s(Cost(0, float(nbytes)), dtype) for sent_s, nbytes in updates)
-    verdict = verdict_of(peak_bytes, outside_bytes_of(options), options)
-    host_s = options.device.host_s(min(nbytes for _, nbytes in updates), options.node_processes)
+    update_s = max(
+        sent_s + device.kernel_s(Cost(0, float(nbytes)), options.formats.param) for sent_s, nbytes in updates
+    )
     return Candidate(
-        options, peak_bytes, passes_s + update_s, verdict, movable_bytes=movable_bytes, passes_s=passes_s,
-        backward_s=backward_s, host_s=host_s,
+        options, peak_bytes, passes_s + update_s, verdict_of(peak_bytes, outside_bytes_of(options), options),
+        movable_bytes=states["root"].movable_bytes + movable_bytes, passes_s=passes_s, backward_s=backward_s,
+        host_s=options.device.host_s(min(nbytes for _, nbytes in updates), options.node_processes),
     )  # fmt: skip
 
 
@@ -230,10 +230,7 @@ def _state_of(unit: UnitSpec, optimizer: str, shape: Transformer, machine: Machi
     return _State(
         resident_bytes=parameters_bytes + masters_bytes + states_bytes,
         held_bytes=held_bytes,
-        buffer_bytes=sum(
-            one.layout.full_numel * itemsize(one.formats.reduce if one.lands_as_message else one.formats.grad)
-            for one in apart
-        ),
+        buffer_bytes=sum(one.layout.full_numel * itemsize(Native().lands_as(one)) for one in apart),
         whole_bytes=0 if is_direct else unit.full_bytes,
         movable_bytes=masters_bytes + states_bytes + held_bytes + (parameters_bytes if is_cut else padding_bytes),
         moved_bytes=sum(account.moved_bytes),

@@ -291,8 +291,7 @@ def wire_of(options: Options) -> Wire:
     if options.shard_ranks * options.replicas == 1:
         return Silence()
     if not options.device.is_cpu:
-        accumulates = options.no_sync and options.micro_batches > 1
-        return Native(lands_together=not options.system.kernels.program, accumulates=accumulates)
+        return Native(not options.system.kernels.program, accumulates=options.no_sync and options.micro_batches > 1)
     is_shared = options.shared_memory and options.shard_ranks > 1
     return HostWire(SHOWN_NUMEL, options.wire_bytes) if is_shared else Messages(options.wire_bytes)
 

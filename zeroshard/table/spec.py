@@ -23,6 +23,7 @@ __all__ = [
     "Message",
     "Range",
     "SCALED_NUMEL",
+    "Staying",
     "UnitSpec",
     "itemsize",
     "message_of",
@@ -273,11 +274,6 @@ class UnitSpec:
         return "backward" if self.is_last and is_gathered and self.kept_until == "use" else self.kept_until
 
     @property
-    def is_held_as_last(self) -> bool:
-        """Whether the unit stays only because a forward is expected to use it last."""
-        return self.is_last and self.number != ROOT and self.is_held and self.kept_until == "use"
-
-    @property
     def is_held(self) -> bool:
         """Whether the unit stays gathered from a forward to the end of its backward, or longer."""
         return self.released != "use"
@@ -322,6 +318,23 @@ class UnitSpec:
     @cached_property
     def _param_dtypes(self) -> str:
         return "+".join(sorted({bucket.formats.param for bucket in self.buckets}))
+
+
+@final
+class Staying:
+    """The units that stay gathered after a pass, by number.
+
+    Args:
+        units: all units of a model.
+    """
+
+    def __init__(self, units: Sequence[UnitSpec]) -> None:
+        self.to_backward = frozenset(unit.number for unit in units if unit.is_held)
+        """From a forward to its backward, or longer."""
+        self.to_step = frozenset(unit.number for unit in units if unit.released == "step")
+        held_last = (u.number for u in units if u.is_last and u.is_held and u.kept_until == "use" and u.number != ROOT)
+        self.last = next(held_last, None)
+        """The unit that stays only because a forward is expected to use it last."""
 
 
 def with_last(units: Sequence[UnitSpec], last: int) -> tuple[UnitSpec, ...]:

@@ -17,7 +17,7 @@ from functools import lru_cache
 from typing import Literal, final
 
 from zeroshard.table.schedule import Action, Mark, Record, Request, Schedule, hoist, plain_marks, replay_each
-from zeroshard.table.spec import UnitSpec
+from zeroshard.table.spec import Staying, UnitSpec
 
 __all__ = ["Steady", "Uses", "plain_uses", "steady_passes", "update_actions"]
 
@@ -83,16 +83,16 @@ def steady_passes(
     """
     if unknown := {unit for _, unit in (*uses.forward, *uses.backward)} - {*range(len(units))}:
         raise ValueError(f"uses has unit {min(unknown)}, but the model has {len(units)} units. Trace the same model.")
-    held = frozenset(unit.number for unit in units if unit.is_held)
+    stays = Staying(units)
+    held = stays.to_backward
     # A unit that the forward has not gathered is not gathered in the backward.
     carried = held & {unit for kind, unit in uses.forward if kind == "need"}
-    staying = frozenset(unit for unit in held if units[unit].released == "step")
-    begin = Record(held=held, carried=EMPTY.held if is_first else carried & staying)
-    forward, last = _steady(units, uses.forward, begin), next((u.number for u in units if u.is_held_as_last), None)
-    if (kept := forward.record.holding(held, last).held) != held:
+    begin = Record(held=held, carried=EMPTY.held if is_first else carried & stays.to_step)
+    forward = _steady(units, uses.forward, begin)
+    if (kept := forward.record.holding(held, stays.last).held) != held:
         carried &= kept
         forward = _steady(units, uses.forward, replace(begin, held=kept))
-    begin, marks = Record(held=staying, carried=carried), uses.backward
+    begin, marks = Record(held=stays.to_step, carried=carried), uses.backward
     if not is_reduced:
         return forward, _steady(units, marks, begin, unreduced=frozenset(u for kind, u in marks if kind == "land"))
     return forward, _steady(units, marks, begin, uses.partial)
