@@ -6,7 +6,8 @@ gradient (`core/gradient.py`).
 Note: the life of a gradient
     Autograd accumulates into its own slot; a hook moves the tensor out of the slot (`land`). On one rank that tensor is
     the gradient, in the memory that autograd gave it (`core/loose.py`). On several ranks the tensor is copied into
-    `FlatGradients.local` (whole bucket); a gradient that fills the bucket, as an embedding's, becomes `local` itself. A
+    `FlatGradients.local` (whole bucket); a gradient that fills the bucket, as an embedding's, becomes `local` itself.
+    Where gradients are complete before they are copied, as on a device, and sent in bf16, `local` is the message. A
     reduction turns `local` into this rank's shard of the sum, which is added to `held`. Where whole gradients are kept,
     `local` is `held` itself until `held` has a sum, so nothing is copied. Under `no_sync`, `local` stays, and the next
     backward adds to it. When `zero_grad` clears the last gradient, the memory of `held` returns to torch's allocator,

@@ -16,7 +16,8 @@ Note: communicators
 Note: scales
     NCCL scales during the reduction, without a further kernel. Elements that are converted for a message are scaled in
     the same kernel, before rounding. So sums in fp16 do not overflow, and the factor is not rounded to a low precision,
-    unlike the factor of an average in NCCL.
+    unlike the factor of an average in NCCL. Gradients that landed in bf16 are summed in bf16, and the sum is
+    scaled in fp32.
 """
 
 from collections.abc import Callable, Sequence
