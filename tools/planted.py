@@ -730,8 +730,8 @@ ENGINE = (
     Bug(
         "a copy that is not ready loses its sum",
         "core/grads.py",
-        "if copies > 1 and place",
-        "if copies > 9 and place",
+        "(copies > 1 and place",
+        "(copies > 9 and place",
         _COPIED_PATHS,
     ),
     # Steps.
@@ -1170,8 +1170,8 @@ ROOMS = (
     Bug(
         "gradients are held in the dtype of parameters",
         "describe/precision.py",
-        "grad = self.grad or torch.promote_types(self.param, torch.float32)",
-        "grad = self.grad or self.param",
+        "grad = self.grad or torch.promote_types(param, least)",
+        "grad = self.grad or param",
         "tests/plan/test_planning.py::test_precisions_are_those_of_shard",
     ),
     Bug(

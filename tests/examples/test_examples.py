@@ -81,7 +81,7 @@ def test_dpo_prefers_and_shards_its_reference(tmp_path: Path) -> None:
     from examples import dpo
 
     whole_bytes = sum(parameter.nbytes for parameter in dpo.build().parameters())
-    for logged, reference_bytes in run("dpo", 2, str(tmp_path), 12):
+    for logged, reference_bytes in run("dpo", 2, str(tmp_path), 24):  # TRL alone on both ranks' data: 0.45
         assert logged[-1]["loss"] < 0.5 < logged[0]["loss"]
         assert logged[-1]["rewards/accuracies"] > 0.9
         assert reference_bytes == pytest.approx(whole_bytes / 2, rel=0.01)

@@ -340,6 +340,7 @@ class FakeUnit:
             name=self.name,
             is_whole=is_whole,
             is_held=is_held and not is_whole,
+            is_last=False,
             released=released if is_held and not is_whole else "use",
             sent_bytes=lambda kind: 1,
             wire_dtypes=lambda kind: "float32",
@@ -401,8 +402,16 @@ class FakeUnit:
         self.is_open = self._has_values = False
         return 1
 
+    def hold(self) -> int:
+        """Stay whole after a pass, where nothing may read it."""
+        self.wait()
+        return self.number
+
     def rest(self) -> None:
         """Cost as little as possible."""
+
+    def copy_arrived(self, *, is_sent: bool = False) -> None:
+        """Have gradients in the memory that is sent."""
 
     @property
     def has_local(self) -> bool:
