@@ -1672,8 +1672,8 @@ TWO_A_ROOM = (
     Bug(
         "reads between forward and backward see memory that the backward frees",
         "core/order.py",
-        "self._units[number].hold() for",
-        "number for",
+        "self._units[n].hold() for",
+        "n for",
         "tests/engine/test_last_units.py::test_reads_between_forward_and_backward_raise[True]",
     ),
     Bug(
@@ -1690,6 +1690,14 @@ TWO_A_ROOM = (
         "self.message",
         "tests/engine/test_landing_as_message.py::test_sums_are_those_of_messages_in_bf16"
         "[3-two micro-batches, one sum]",
+    ),
+    Bug(
+        "a rank scales what it converts where others scale the sum",
+        "wire/nccl.py",
+        "(op, rest), factor = _folded(scale, ranks, codec.dtype), 1.0",
+        "op, rest, factor = dist.ReduceOp.SUM, 1.0, scale",
+        "tests/engine/test_landing_as_message.py::test_ranks_whose_gradients_land_differently_have_one_sum"
+        "[2-another order-False]",
     ),
     Bug(
         "a late gradient is added in the dtype of messages",

@@ -49,7 +49,7 @@ ADDED = {
     "offload 'auto' that keeps gradients on the device": 19,
     "gradients that leave for the host beside the backward": 109,
     "what a forward uses last stays for its backward": 43,
-    "gradients that land in the dtype of their message": 30,
+    "gradients that land in the dtype of their message": 32,
     "replicas=, reprs of units, traces and memory": 25,
     "errors under torchrun: where the file is, and what is a consequence": 22,
     "faults of pipelines: one watchdog, the first value that is not finite, calls inside a step": 15,

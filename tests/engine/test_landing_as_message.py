@@ -1,12 +1,13 @@
 """On a device gradients are converted for a bf16 message as they land, and no whole gradient is there in fp32."""
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import zeroshard as zs
 from tests import models
@@ -16,7 +17,7 @@ from zeroshard.core.slot import slot_of
 from zeroshard.testing import run_ranks
 from zeroshard.wire.buffers import Pool
 
-RANKS, DEPTH, STEPS = 2, 3, 3
+RANKS, DEPTH, STEPS, WIDTH = 2, 3, 3, 8
 HOW = ("one micro-batch", "two sums", "two micro-batches, one sum")
 
 
@@ -120,3 +121,69 @@ def test_a_gradient_that_comes_later_is_added_in_fp32() -> None:
     for found, first, second in run_ranks(again, RANKS, timeout_s=TIMEOUT_S):
         assert torch.equal(found, rounded(first) + second)
         assert not torch.equal(found, rounded(rounded(first) + second))
+
+
+class Routed(nn.Module):
+    """Blocks of two layers, of which a rank runs some, in an order of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2)) for _ in range(3))
+
+    def forward(self, x: Tensor, route: Sequence[tuple[int, int]]) -> Tensor:
+        for block, layers in route:
+            for layer in self.blocks[block][:layers]:
+                x = x + torch.tanh(layer(x))
+        return x
+
+
+ROUTES = {
+    "a layer less on one rank": (((0, 2), (1, 2), (2, 2)), ((0, 2), (1, 1), (2, 2))),
+    "a block less on one rank": (((0, 2), (1, 2), (2, 2)), ((0, 2), (2, 2))),
+    "another order": (((0, 2), (1, 2), (2, 2)), ((2, 2), (1, 2), (0, 2))),
+}
+
+
+def batch_of(rank: int, step: int) -> Tensor:
+    return torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def routed(stage: int, routes: Sequence[Sequence[tuple[int, int]]], skipped: bool) -> list[list[Tensor]]:
+    """Return the gradients of three steps; with `skipped`, each also has a micro-batch that is not summed at once."""
+    found = []
+    with gpu(stage):
+        model = models.build(Routed)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        precision = zs.Precision(reduce=torch.bfloat16)
+        zero = zs.shard(model, optimizer, stage=stage, units=list(model.blocks), precision=precision)
+        rank = zero.mesh.rank
+        for step in range(3):
+            if skipped:
+                with zero.no_sync():
+                    model(batch_of(rank, step), ROUTES["a block less on one rank"][rank]).square().mean().backward()
+            model(batch_of(rank, step), routes[rank]).square().mean().backward()
+            found.append([p.grad.full_tensor().clone() for p in model.parameters()])
+            optimizer.step()
+            optimizer.zero_grad()
+        with zero.gathered():
+            pass
+    return found
+
+
+@pytest.mark.product
+@pytest.mark.parametrize("skipped", [False, True])
+@pytest.mark.parametrize("which", ROUTES)
+@pytest.mark.parametrize("stage", [2, 3])
+def test_ranks_whose_gradients_land_differently_have_one_sum(stage: int, which: str, skipped: bool) -> None:
+    routes = ROUTES[which]
+    by_rank = run_ranks(routed, RANKS, stage, routes, skipped, timeout_s=TIMEOUT_S)
+    for step in range(3):
+        model = models.build(Routed)
+        for rank in range(RANKS):
+            if skipped:
+                more = ROUTES["a block less on one rank"][rank]
+                (model(batch_of(rank, step), more).square().mean() / RANKS).backward()
+            (model(batch_of(rank, step), routes[rank]).square().mean() / RANKS).backward()
+        for found in by_rank:
+            for grad, p in zip(found[step], model.parameters(), strict=True):
+                assert torch.linalg.vector_norm(grad - p.grad) < 0.01 * torch.linalg.vector_norm(p.grad)

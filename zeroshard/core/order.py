@@ -191,7 +191,7 @@ class Order:
             # Otherwise a rank may still wait for this rank in a round.
             self._wait_for_tails()
         pass_.checksum, self.current, self.history.phase = checksum_of(self._changes), None, "step"
-        self.carried = frozenset(self._units[number].hold() for number in pass_.schedule.whole)
+        self.carried = frozenset(pass_.schedule.whole)
         if pass_.scope is not Scope.RANK:
             pass_.used = [flag for unit in self._units for flag in unit.has_landed()]
             pass_.buffers = self.buffers.digest(is_followed=pass_.scope is Scope.ALL)
@@ -274,7 +274,8 @@ class Order:
         self._has_left_record = pass_.phase == "forward" and (self._has_left_record or has_left)
         self._calm[pass_.key] = 0 if pass_.asks or has_left else min(CALM_PASSES, self._calm[pass_.key] + 1)
         self._records[pass_.key] = pass_.next_record(self._records.get(pass_.key, Record()))
-        self.carried = frozenset(pass_.schedule.whole)  # it may have served other ranks after it was closed
+        # The pass may have served other ranks after it was closed.
+        self.carried = frozenset(self._units[n].hold() for n in pass_.schedule.whole)
         self.history.add_pass(pass_.phase, pass_.key, pass_.marks)
 
     def _agree_on_use(self, pass_: Pass, told: Told) -> tuple[int, int]:

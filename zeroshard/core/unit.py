@@ -268,10 +268,14 @@ class Unit:
         return nbytes
 
     def hold(self) -> int:
-        """Have reads of the gathered unit raise outside passes, as what they return would outlive it; return it."""
+        """Have reads outside passes raise, as of a released unit, unless its cells keep it; return its number.
+
+        What such a read returns would outlive the memory of the unit.
+        """
         self.wait()
-        self._coming = []
-        self.let_read(Presence.COMING)
+        if self.spec.kept_until == "use":
+            self._coming = []
+            self.let_read(Presence.COMING)
         return self.number
 
     def rest(self) -> None:

@@ -220,8 +220,8 @@ class BucketSpec:
     @cached_property
     def lands_as_message(self) -> bool:
         """Whether gradients may be converted for their message as they land: all at once, and bf16 cannot overflow."""
-        formats = self.formats
-        return bool(self.unit) and formats.reduce == "bfloat16" != formats.grad and not self.holds_whole_gradients
+        is_other = self.formats.reduce == "bfloat16" != self.formats.grad
+        return is_other and bool(self.unit) and not (self.holds_whole_gradients or self.adopts)
 
     def bytes_of(self, held: Range, dtype: str) -> tuple[int, int]:
         """Return the bytes of a range of the bucket as (parameters, padding)."""

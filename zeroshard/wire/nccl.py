@@ -16,8 +16,7 @@ Note: communicators
 Note: scales
     NCCL scales during the reduction, without a further kernel. Elements that are converted for a message are scaled in
     the same kernel, before rounding. So sums in fp16 do not overflow, and the factor is not rounded to a low precision,
-    unlike the factor of an average in NCCL. Gradients that landed in bf16 are summed in bf16, and the sum is
-    scaled in fp32.
+    unlike the factor of an average in NCCL. Sums in bf16 are scaled in fp32, where NCCL's factor is not exact.
 """
 
 from collections.abc import Callable, Sequence
@@ -121,11 +120,16 @@ class NcclComm(LinkedComm):
             work = begin(part, full, op)
             return Pending(lambda: self._finish(work, part, own, rest, tag))
         sent = self.pool.take(full.numel(), codec.dtype, full.device)
-        factor = scale if codec.dtype is not torch.float16 else min(scale, 1 / ranks)
+        if codec.dtype is torch.bfloat16:
+            # Gradients of another rank may have landed in bf16, and all ranks must take the same operation.
+            (op, rest), factor = _folded(scale, ranks, codec.dtype), 1.0
+        else:
+            op, factor = dist.ReduceOp.SUM, scale if codec.dtype is not torch.float16 else min(scale, 1 / ranks)
+            rest = scale / factor
         torch.mul(full, factor, out=sent)
         part = sent.view(-1, own.numel())[place]
-        work = begin(part, sent, dist.ReduceOp.SUM)
-        return Pending(lambda: self._finish(work, part, own, scale / factor, tag, sent))
+        work = begin(part, sent, op)
+        return Pending(lambda: self._finish(work, part, own, rest, tag, sent))
 
     def route(self, given: Tensor, taken: Tensor, counts: Sequence[Sequence[int]], tag: Tag, kind: str) -> Pending:
         place = self.mesh.shard_rank
