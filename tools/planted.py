@@ -1826,8 +1826,8 @@ PLAN = (
     Bug(
         "a film plays the actions of a pass without reductions",
         "plan/step/simulate.py",
-        "job.passes(is_reduced=is_reduced, is_first=is_first)",
-        "job.passes(is_reduced=False, is_first=is_first)",
+        "told.uses, is_reduced=is_reduced,",
+        "told.uses, is_reduced=False,",
         f"{_EVENTS}::test_one_run_of_make_train_is_as_planned[2]",
     ),
     Bug(

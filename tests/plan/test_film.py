@@ -18,7 +18,7 @@ from zeroshard.plan.shape.shapes import Transformer, gpt
 from zeroshard.plan.shape.tape import Tape, instructions
 from zeroshard.plan.step.rank_job import Job
 from zeroshard.plan.step.script import Call
-from zeroshard.plan.step.simulate import make_film
+from zeroshard.plan.step.simulate import make_film, make_films
 from zeroshard.table.bytes import predict
 from zeroshard.table.spec import Formats
 from zeroshard.table.stages import row_of_stage
@@ -149,7 +149,7 @@ def test_lanes_do_not_overlap_and_exposed_time_is_their_sum() -> None:
 
 def test_the_first_step_makes_the_states() -> None:
     job = job_of_shape(LLAMA, options())
-    first, steady = make_film(job, is_first=True), make_film(job)
+    first, steady = make_films(job)[0], make_film(job)
     assert first.resident_bytes["states"] < steady.resident_bytes["states"]
     assert sum(one.nbytes for one in first.events if one.column == "states") == (
         steady.resident_bytes["states"] - first.resident_bytes["states"]

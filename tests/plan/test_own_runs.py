@@ -49,6 +49,13 @@ def test_a_run_takes_what_its_plan_says(options: dict[str, object]) -> None:
         assert abs(predicted.peak_bytes / measured.peak_bytes - 1) <= 0.02
 
 
+@pytest.mark.parametrize("options", [{"activations": "recompute"}, {"optimizer": "muon"}], ids=str)
+def test_in_a_first_step_ranks_agree_on_each_gather_and_the_pool_keeps_what_it_left(options: dict[str, str]) -> None:
+    for predicted, measured in compare(Case(3, 2, shared_memory=False, **options)):  # type: ignore[arg-type]
+        assert abs(predicted.first_bytes / measured.first_bytes - 1) <= 0.01
+        assert measured.resident_bytes == predicted.resident_bytes
+
+
 @pytest.mark.skipif("transformers OPTForCausalLM" not in WIDE, reason="transformers is not installed")
 def test_what_a_loss_outside_the_model_keeps_ends_with_its_backward() -> None:
     model = {"model": "transformers OPTForCausalLM", "trained": "adapters", "activations": "recompute"}

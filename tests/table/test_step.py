@@ -36,7 +36,7 @@ def test_a_unit_that_is_needed_again_stays_whole() -> None:
     assert record == Record((("gather", 0), ("gather", 1), ("gather", 2)), frozenset([1]))
     # Whole since its first use, it is not asked for again.
     assert [place for place, done in enumerate(actions) if ("gather", 1) in done] == [0]
-    assert actions[5] == ()
+    assert not actions[5]
 
 
 def test_the_actions_of_the_passes_by_hand() -> None:

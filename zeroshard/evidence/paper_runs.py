@@ -161,14 +161,11 @@ def parts_of(model: Transformer, load: Workload, row: Residency) -> dict[str, Pa
     return found
 
 
-def film_of(
-    run: Run, device: Device = DGX_2, seconds: Callable[[Cost], float] | None = None, *, is_settled: bool = False
-) -> Film:
+def film_of(run: Run, device: Device = DGX_2, seconds: Callable[[Cost], float] | None = None) -> Film:
     """Simulate a step of the first rank of a run.
 
     Args:
         seconds: returns the seconds of one kernel; by default the device's formula.
-        is_settled: whether pooled buffers of an earlier step exist.
     """
     model, row, ranks = model_of(run), row_of(run.row), run.devices // run.tensor
     units = dict(own_units(model, run.tensor))
@@ -188,7 +185,7 @@ def film_of(
         keeps_gradients=True,
         seconds=seconds,
     )
-    return make_film(job, is_settled=is_settled)
+    return make_film(job)
 
 
 def operations_of(run: Run) -> float:

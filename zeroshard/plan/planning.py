@@ -32,7 +32,7 @@ from zeroshard.plan.result import Plan, RankClass
 from zeroshard.plan.shape.shapes import Transformer, shape_of
 from zeroshard.plan.step.film import Film, calls_of
 from zeroshard.plan.step.rank_job import Job
-from zeroshard.plan.step.simulate import make_film, resident_bytes
+from zeroshard.plan.step.simulate import make_film, make_films, resident_bytes
 from zeroshard.plan.step.system import ZEROSHARD, System
 from zeroshard.plan.step.turns import shown_ranks
 from zeroshard.plan.systems import precision_of_system, system_named
@@ -435,7 +435,7 @@ def _plan(
         others: classes of ranks besides the first: name, count, job.
         notes: what is not predicted.
     """
-    film, first = make_film(job, is_settled=True), make_film(job, is_first=True)
+    first, film = make_films(job)
     # The rules are those of the allocator of GPUs; that of a CPU keeps nothing.
     steps = chain.from_iterable(_steps(first, film, probed_bytes=options.system.probed_bytes))
     reserved_bytes = film.everywhere_bytes if options.device.is_cpu else simulate(steps, Rules()).peak_reserved_bytes

@@ -1,4 +1,4 @@
-"""One steady step of a rank: what its forward, its backward and its update issue, in names and integers.
+"""One step of a rank, steady or first: what its forward, its backward and its update issue, in names and integers.
 
 Owns the step. It knows units and the marks of their uses, and neither tensors nor engines: `table/schedule.py` has the
 decisions inside a pass. The film of a plan plays these actions, and the engine's trace is compared with them. Read the
@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal, final
 
-from zeroshard.table.schedule import Action, Mark, Record, Request, Schedule, hoist, plain_marks, replay_each
+from zeroshard.table.schedule import Action, Mark, Record, Request, Schedule, hoist, plain_marks
 from zeroshard.table.spec import Staying, UnitSpec
 
 __all__ = ["Steady", "Uses", "plain_uses", "steady_passes", "update_actions"]
@@ -46,15 +46,18 @@ class Uses:
 @final
 @dataclass(frozen=True)
 class Steady:
-    """A pass of the steady state.
+    """A pass of the steady state, or the first of its kind.
 
     Args:
-        record: the record that the pass follows, and does not change.
+        record: the record that the pass follows and does not change, or that the first one makes.
         actions: for each mark of the pass, what the rank issues there, in order.
+        is_agreed: whether ranks agree on each request, as in the first pass of a kind. A round of votes finishes the
+            reductions under way.
     """
 
     record: Record
     actions: Sequence[Sequence[Action]]
+    is_agreed: bool = False
 
 
 def plain_uses(count: int) -> Uses:
@@ -69,7 +72,7 @@ def plain_uses(count: int) -> Uses:
 
 
 def steady_passes(
-    units: Sequence[UnitSpec], uses: Uses, *, is_reduced: bool = True, is_first: bool = True
+    units: Sequence[UnitSpec], uses: Uses, *, is_reduced: bool = True, is_first: bool = True, is_agreed: bool = False
 ) -> tuple[Steady, Steady]:
     """Return the forward and the backward of a micro-batch.
 
@@ -77,6 +80,7 @@ def steady_passes(
         units: units of the model on a rank, as from `describe_units`.
         is_reduced: whether the backward reduces gradients; False for a micro-batch under `no_sync()`.
         is_first: whether the micro-batch is the first of its step.
+        is_agreed: whether both are the first of their kind.
 
     Raises:
         ValueError: `uses` has a unit that the model does not have.
@@ -88,14 +92,14 @@ def steady_passes(
     # A unit that the forward has not gathered is not gathered in the backward.
     carried = held & {unit for kind, unit in uses.forward if kind == "need"}
     begin = Record(held=held, carried=EMPTY.held if is_first else carried & stays.to_step)
-    forward = _steady(units, uses.forward, begin)
-    if (kept := forward.record.holding(held, stays.last).held) != held:
+    forward = _steady(units, uses.forward, begin, is_agreed=is_agreed)
+    if not is_agreed and (kept := forward.record.holding(held, stays.last).held) != held:
         carried &= kept
-        forward = _steady(units, uses.forward, replace(begin, held=kept))
-    begin, marks = Record(held=stays.to_step, carried=carried), uses.backward
-    if not is_reduced:
-        return forward, _steady(units, marks, begin, unreduced=frozenset(u for kind, u in marks if kind == "land"))
-    return forward, _steady(units, marks, begin, uses.partial)
+        forward = _steady(units, uses.forward, replace(begin, held=kept), is_agreed=False)
+    begin = Record(held=stays.to_step, carried=carried)
+    unreduced = frozenset(unit for kind, unit in uses.backward if kind == "land" and not is_reduced)
+    partial = uses.partial if is_reduced else frozenset[int]()
+    return forward, _steady(units, uses.backward, begin, partial, unreduced, is_agreed=is_agreed)
 
 
 def update_actions(
@@ -124,6 +128,8 @@ def _steady(
     begin: Record,
     partial: frozenset[int] = frozenset(),
     unreduced: frozenset[int] = frozenset(),
+    *,
+    is_agreed: bool,
 ) -> Steady:
     """Return a pass.
 
@@ -144,11 +150,11 @@ def _steady(
     due = tuple(marks[place] for place in places)
     landed = {unit for kind, unit in due if kind == "land"}
     late = tuple(unit for unit in reversed(range(len(units))) if unit in partial - landed and units[unit].reduced)
-    record, actions = _settle(due, late, begin)
+    record, actions = _follow(None, due, late, begin) if is_agreed else _settle(due, late, begin)
     found: list[Sequence[Action]] = [()] * len(marks)
     for place, done in zip(places, actions, strict=True):
         found[place] = done
-    return Steady(record, found)
+    return Steady(record, found, is_agreed)
 
 
 @lru_cache(256)
@@ -161,22 +167,16 @@ def _settle(
         late: units that are reduced when the pass closes.
         begin: the record before the first pass, without requests.
     """
-    record: Record | None = None
-    while True:
-        following, places = _follow(record, marks, late, begin)
-        if following == record:
-            break
-        record = following
-    actions: list[Sequence[Action]] = [()] * len(marks)
-    for place, done in zip(places, replay_each(record, [marks[place] for place in places]), strict=True):
-        actions[place] = done
-    return record, actions
+    record, _ = _follow(None, marks, late, begin)
+    while (following := _follow(record, marks, late, begin))[0] != record:
+        record = following[0]
+    return following
 
 
 def _follow(
     record: Record | None, marks: Sequence[Mark], late: Sequence[int], begin: Record
-) -> tuple[Record, list[int]]:
-    """Simulate one pass; return the record for the next pass, and the places of the marks on which a rank acts.
+) -> tuple[Record, Sequence[Sequence[Action]]]:
+    """Simulate one pass; return the record for the next pass, and the actions of each mark.
 
     Args:
         record: None in the first pass, in which ranks agree on each request.
@@ -185,28 +185,29 @@ def _follow(
     schedule = Schedule(record or begin, lambda unit: unit not in landing)
     requests: list[Request] = list(record.requests) if record is not None else []
     pinned = set(record.pinned) if record is not None else set[int]()
-    followed: list[int] = []
+    actions: list[list[Action]] = [[] for _ in marks]
     for place, (kind, unit) in enumerate(marks):
-        if kind == "need" and schedule.whole.get(unit):
-            continue
-        followed.append(place)
-        if kind == "need" and schedule.need(unit) is None:
-            if unit in schedule.issued:
-                pinned.add(unit)
-            elif ("gather", unit) not in requests:
-                requests.append(("gather", unit))
-            schedule.flush()
-            schedule.grant(unit)
+        if kind == "need" and not schedule.whole.get(unit):
+            if (due := schedule.need(unit)) is None:
+                if unit in schedule.issued:
+                    pinned.add(unit)
+                elif ("gather", unit) not in requests:
+                    requests.append(("gather", unit))
+                due = [*schedule.flush(), ("gather", unit)]
+                schedule.grant(unit)
+            actions[place] = due
         elif kind == "leave":
-            schedule.leave(unit)
+            actions[place] = schedule.leave(unit)
         elif kind == "land" and record is not None:
-            schedule.land(unit)
+            actions[place] = schedule.land(unit)
         elif kind == "land":
             requests.append(("reduce", unit))
+            actions[place] = [("reduce", unit)]
         elif kind == "close":
-            schedule.close()
-    if record is None:
-        requests += [("reduce", unit) for unit in late]
+            actions[place] = schedule.close()
+            reduced: list[Request] = [("reduce", unit) for unit in late if record is None]
+            actions[place] += reduced
+            requests += reduced
     ordered = hoist(requests) if record is None else tuple(requests)
     outlasting = frozenset(schedule.outlasting)
-    return Record(ordered, frozenset(pinned), outlasting, begin.held, begin.carried), followed
+    return Record(ordered, frozenset(pinned), outlasting, begin.held, begin.carried), actions

@@ -154,7 +154,7 @@ class Landing:
     def reduce(self, spec: UnitSpec) -> None:
         """Start the reduction of a unit."""
         clock, storages = self._clock, self._storages
-        self._finish_before()
+        self.finish_before()
         taken: list[Buffer] = []
         works: list[tuple[str, int, str]] = []
         reduced = [bucket for bucket in spec.reduced if not bucket.lands_on_sums]
@@ -179,10 +179,9 @@ class Landing:
         else:
             self._later += works
         # Sums of more than two ranks are made apart, a block at a time, as `wire/codec.py` does.
-        for bucket in spec.reduced if self._job.is_repeated else ():
-            numel = min(BLOCK_NUMEL, bucket.layout.shard_numel)
-            count = min(2, max(0, bucket.layout.world_size - 2))
-            storages.pass_by(4 * numel * count, "transient", spec.name, "partial sums")
+        for bucket in spec.reduced if self._job.device.is_cpu else ():
+            nbytes = 4 * min(BLOCK_NUMEL, bucket.layout.shard_numel) * min(2, max(0, bucket.layout.world_size - 2))
+            storages.pass_by(nbytes, "transient", spec.name, "partial sums")
         self._reducing.start(reduced, taken)
 
     def finish(self) -> None:
@@ -197,7 +196,7 @@ class Landing:
             self._tails += [bucket] * (bucket.updates_all and bucket.layout.world_size > 1)
         self._under_way.clear()
 
-    def _finish_before(self) -> None:
+    def finish_before(self) -> None:
         """Finish the reduction before: buffers are free, and what is kept on the host goes there."""
         self.finish()
         self._reducing.advance()
@@ -217,7 +216,7 @@ class Landing:
         self._later.clear()
         works = [(kind, nbytes, axis) for (kind, axis), nbytes in sums.items()]
         self._reduced_s = self._clock.collect("reduce", "gradients", works) if works else self._reduced_s
-        self._finish_before()
+        self.finish_before()
         self._reducing.advance()
         self._clock.wait("reductions", self._reduced_s)
         for bucket in sorted(self._tails, key=lambda bucket: bucket.number):

@@ -103,6 +103,8 @@ class Passes:
     def _act(self, actions: Iterable[Action], steady: Steady, phase: Phase) -> None:
         for kind, unit in actions:
             spec = self._job.units[unit]
+            if kind == "gather" and steady.is_agreed:
+                self.landing.finish_before()
             if kind == "reduce":
                 self.landing.reduce(spec)
             elif kind == "release":

@@ -18,7 +18,6 @@ from zeroshard.plan.step.turns import Turn, turns_of
 from zeroshard.table.bytes import Updates
 from zeroshard.table.pipeline import Action, Kind, Schedule
 from zeroshard.table.spec import BucketSpec, UnitSpec, itemsize
-from zeroshard.table.step import Steady, steady_passes
 from zeroshard.table.wires import Wire
 
 __all__ = ["Account", "Border", "Call", "Job", "Piped", "account_of"]
@@ -171,26 +170,10 @@ class Job:
     made: Mapping[str, Sequence[tuple[str, int]]] = field(default_factory=dict)
     outer: Foreseen = WITHOUT
 
-    @property
-    def is_repeated(self) -> bool:
-        """Whether a steady step is played after another one, so that its pools are those that this one left."""
-        return self.script is not None or self.device.is_cpu
-
     @cached_property
     def told(self) -> Script:
         """What the model does in a micro-batch."""
         return script_of(self.calls) if self.script is None else self.script
-
-    @cached_property
-    def _passes(self) -> dict[tuple[bool, bool], tuple[Steady, Steady]]:
-        return {}
-
-    def passes(self, *, is_reduced: bool, is_first: bool = True) -> tuple[Steady, Steady]:
-        """Return the forward and the backward of a micro-batch in the steady state; see `steady_passes`."""
-        key = is_reduced, is_first
-        if key not in self._passes:
-            self._passes[key] = steady_passes(self.units, self.told.uses, is_reduced=is_reduced, is_first=is_first)
-        return self._passes[key]
 
     @cached_property
     def sums(self) -> Account:

@@ -6,7 +6,7 @@ Owns the order of these parts; `passes.py` plays a pass, `updating.py` the updat
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Final, final
+from typing import Final, NamedTuple, final
 
 from zeroshard.plan.step.clock import Clock
 from zeroshard.plan.step.elsewhere import Elsewhere
@@ -19,9 +19,9 @@ from zeroshard.plan.step.storages import Storages
 from zeroshard.plan.step.updating import published_before, update
 from zeroshard.table.spec import itemsize
 from zeroshard.table.step import Phase as PassPhase
-from zeroshard.table.step import Steady
+from zeroshard.table.step import steady_passes
 
-__all__ = ["make_film", "resident_bytes"]
+__all__ = ["make_film", "make_films", "resident_bytes"]
 
 PHASES: Final[tuple[PassPhase, PassPhase]] = ("forward", "backward")
 UPDATE_QUEUED: Final = 5
@@ -43,46 +43,74 @@ def resident_bytes(job: Job, film: Film) -> tuple[Mapping[str, int], Mapping[str
     return MappingProxyType(found), MappingProxyType(bytes_elsewhere(events))
 
 
-def make_film(job: Job, *, is_first: bool = False, is_settled: bool = False) -> Film:
-    """Simulate a step.
+def make_film(job: Job, *, is_settled: bool = False) -> Film:
+    """Simulate a steady step.
 
     Args:
-        is_first: whether the optimizer has no states yet, which it then makes in its update.
-        is_settled: whether pooled buffers of an earlier step are there, which takes twice the time to find out.
+        is_settled: whether pooled buffers of earlier steps are there, which takes two or three times the time.
     """
-    rank = _Rank(job)
-    film = rank.step(is_first=is_first)
-    if is_first or not (is_settled or job.is_repeated):
-        return film
-    left = rank.storages.pooled(), rank.elsewhere.carried(), rank.place.free() if rank.place is not None else []
-    return _Rank(job, *left).step(is_first=False) if any(left) else film
+    if not is_settled:
+        return _Rank(job).step()
+    return make_films(job)[1] if job.wire.keeps_buffers else _settled(job, _Rank(job))[1]
 
 
-@final
-class _Rank:
-    """A rank in one step.
+def make_films(job: Job) -> tuple[Film, Film]:
+    """Simulate the first step, in which the optimizer makes its states, and a steady step in the pools that it left."""
+    if job.wire.keeps_buffers:
+        return _settled(job, _Rank(job), is_first=True)
+    return _Rank(job).step(is_first=True), make_film(job, is_settled=True)
+
+
+def _settled(job: Job, rank: "_Rank", *, is_first: bool = False) -> tuple[Film, Film]:
+    """Simulate steps until one leaves the pools that it found; return the films of the first and the last of them."""
+    first, left = rank.step(is_first=is_first), rank.left()
+    if not is_first and not any(left):
+        return first, first
+    while True:
+        rank = _Rank(job, left)
+        film, before, left = rank.step(), left, rank.left()
+        if left.pooled == before.pooled:
+            return first, film
+
+
+class _Left(NamedTuple):
+    """What a step leaves to the next one.
 
     Args:
-        pooled: elements and dtype of each buffer that an earlier step left.
+        pooled: elements and dtype of each buffer in the pool, in order of size.
         carried: as in `Elsewhere`.
         free: as in `Place`.
     """
 
-    def __init__(
-        self,
-        job: Job,
-        pooled: Sequence[tuple[int, str]] = (),
-        carried: Mapping[int, float] = MappingProxyType({}),
-        free: Sequence[Border] = (),
-    ) -> None:
-        self._job, self._pooled = job, pooled
+    pooled: Sequence[tuple[int, str]] = ()
+    carried: Mapping[int, float] = MappingProxyType({})
+    free: Sequence[Border] = ()
+
+
+NOTHING: Final = _Left()
+
+
+@final
+class _Rank:
+    """A rank in one step, after a step that left something or nothing."""
+
+    def __init__(self, job: Job, left: _Left = NOTHING) -> None:
+        self._job, self._pooled = job, left.pooled
         self._clock = Clock(job.device, job.dtype, job.spans, job.seconds, job.system)
         self._unmade: dict[str, Sequence[tuple[str, int]]] = {}
         """What the first step has still to make and keep, by moment."""
+        self._agrees, self._known = False, set[tuple[int, PassPhase, bool]]()
+        """Whether ranks agree on each request in the first pass of a kind, and the kinds that were played."""
+        self._phases: list[Phase] = []
         self.storages = Storages(self._clock, keeps=job.wire.keeps_buffers, is_mapped=job.wire.is_in_place)
-        self.elsewhere = Elsewhere(job, self._clock, self.storages, carried)
+        self.elsewhere = Elsewhere(job, self._clock, self.storages, left.carried)
         self._passes = Passes(job, self._clock, self.storages, self.elsewhere)
-        self.place = None if job.pipe is None else Place(job.pipe, self._clock, self.storages, free)
+        self.place = None if job.pipe is None else Place(job.pipe, self._clock, self.storages, left.free)
+
+    def left(self) -> _Left:
+        """Return what the step leaves."""
+        free = () if self.place is None else self.place.free()
+        return _Left(sorted(self.storages.pooled()), self.elsewhere.carried(), free)
 
     def before(self, *, is_first: bool) -> Sequence[Event]:
         """Take the memory that is in use when a step begins; return the events of that memory."""
@@ -141,20 +169,23 @@ class _Rank:
             for what, nbytes in self._unmade.pop(moment, ()):
                 self.storages.make(nbytes, "transient", "", what)
 
-    def step(self, *, is_first: bool) -> Film:
+    def step(self, *, is_first: bool = False) -> Film:
         """Simulate a step."""
         job, clock = self._job, self._clock
+        self._agrees = is_first and job.system.agrees
         before = self.before(is_first=is_first)
         self._make_kept("start")
         self._passes.arrivals = {} if is_first else published_before(job, clock)
-        phases: list[Phase] = []
         count = min(job.micro_batches, MOST_MICRO_BATCHES)
         repeated = Counter[tuple[str, str]]()
         if self.place is not None:
-            self._play_place(phases, self.place)
+            self._play_place(self.place)
         for number in range(count if self.place is None else 0):
             before_it = _totals(clock)
-            self._play_micro_batch(phases, is_reduced=number == count - 1 or not job.no_sync, is_first=number == 0)
+            inputs = self.storages.make(job.input_bytes, "activations", "", "inputs")
+            for phase in PHASES:
+                self._play(job, phase, is_reduced=number == count - 1 or not job.no_sync, is_first=number == 0)
+            self.storages.drop(inputs)
             if number == 1:
                 repeated = _totals(clock)
                 repeated.subtract(before_it)
@@ -169,62 +200,58 @@ class _Rank:
         self.storages.drop(self.storages.make(job.outer.buffer_bytes, "transient", "", "changes of islands"))
         self.storages.synchronize()
         self._passes.landing.end_step()
-        phases.append(Phase("update", start_s, clock.now_s))
-        update_s = clock.now_s - start_s - (clock.offload_s - offload_s)
+        self._phases.append(Phase("update", start_s, clock.now_s))
         totals = _totals(clock)
         for key, each in repeated.items():
             totals[key] += max(0, job.micro_batches - count) * each
-        sent, busy_s = (
-            {name: value for (part, name), value in totals.items() if part == wanted and value}
-            for wanted in ("sent", "busy")
-        )
+        sent = {name: int(nbytes) for (part, name), nbytes in totals.items() if part == "sent" and nbytes}
+        busy_s = {name: value for (part, name), value in totals.items() if part == "busy" and value}
         return Film(
             tuple(before),
             tuple(self.storages.events),
             tuple(clock.lanes),
-            tuple(phases),
+            tuple(self._phases),
             tuple(clock.ticks),
-            MappingProxyType({name: int(nbytes) for name, nbytes in sent.items()}),
+            MappingProxyType(sent),
             totals["time", "step"],
             totals["time", "exposed"],
-            update_s,
+            clock.now_s - start_s - (clock.offload_s - offload_s),
             totals["time", "offload"],
             MappingProxyType(busy_s),
             job.device.is_cpu,
         )
 
-    def _play_micro_batch(self, phases: list[Phase], *, is_reduced: bool, is_first: bool) -> None:
-        job, inputs = self._job, self.storages.make(self._job.input_bytes, "activations", "", "inputs")
-        for phase in PHASES:
-            self._play(phases, job, phase, job.passes(is_reduced=is_reduced, is_first=is_first))
-        self.storages.drop(inputs)
-
-    def _play_place(self, phases: list[Phase], place: Place) -> None:
+    def _play_place(self, place: Place) -> None:
         pipe, no_sync, last = self._job.pipe, self._job.no_sync, self._job.micro_batches - 1
         inputs = self.storages.make(self._job.input_bytes * (last + 1), "activations", "", "inputs")
 
         def play(chunk: int, micro_batch: int, phase: PassPhase, numbers: dict[int, int], has_graph: bool) -> None:
             assert pipe is not None
             self._passes.numbers, self._passes.has_graph, own = numbers, has_graph, pipe.chunks[chunk]
-            self._play(phases, own, phase, own.passes(is_reduced=micro_batch == last or not no_sync))
+            self._play(own, phase, chunk, is_reduced=micro_batch == last or not no_sync)
 
         place.run(play)
         self.storages.drop(inputs)
 
-    def _play(self, phases: list[Phase], job: Job, phase: PassPhase, steady: tuple[Steady, Steady]) -> None:
+    def _play(self, job: Job, phase: PassPhase, chunk: int = 0, *, is_reduced: bool, is_first: bool = True) -> None:
         """Play a pass.
 
         Args:
             job: that has its script.
+            chunk: of a place of a pipe.
         """
-        start_s, (forward, backward) = self._clock.now_s, steady
+        kind = chunk, phase, is_reduced and phase == "backward"
+        is_agreed = self._agrees and kind not in self._known
+        self._known.add(kind)
+        told, start_s = job.told, self._clock.now_s
+        passes = steady_passes(job.units, told.uses, is_reduced=is_reduced, is_first=is_first, is_agreed=is_agreed)
         self._make_kept(phase)
         if phase == "forward":
-            self._passes.play(job.told.forward, forward, phase)
+            self._passes.play(told.forward, passes[0], phase)
         else:
-            self._passes.play(job.told.backward, backward, phase)
+            self._passes.play(told.backward, passes[1], phase)
             self._passes.landing.end_pass()
-        phases.append(Phase(phase, start_s, self._clock.now_s))
+        self._phases.append(Phase(phase, start_s, self._clock.now_s))
 
 
 def _states_of_parameters(job: Job) -> Iterator[tuple[str, int, str, int]]:
@@ -238,11 +265,8 @@ def _states_of_parameters(job: Job) -> Iterator[tuple[str, int, str, int]]:
 
 def _totals(clock: Clock) -> Counter[tuple[str, str]]:
     """Return times and bytes until now, by what they are."""
+    times = {"step": clock.now_s, "exposed": clock.exposed_s, "offload": clock.offload_s}
     found = Counter[tuple[str, str]]()
-    found.update({("sent", kind): nbytes for kind, nbytes in clock.sent.items()})
-    for part, values in (
-        ("time", {"step": clock.now_s, "exposed": clock.exposed_s, "offload": clock.offload_s}),
-        ("busy", clock.busy_s),
-    ):
+    for part, values in (("sent", clock.sent), ("time", times), ("busy", clock.busy_s)):
         found.update({(part, name): value for name, value in values.items()})
     return found

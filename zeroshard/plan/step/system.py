@@ -34,6 +34,7 @@ class System:
             Otherwise the device waits for each gather, and one exchange follows the last backward.
         sums_everywhere: whether gradients are all-reduced also where a rank needs only a part of the sums.
         copies: whether units are gathered into, and gradients reduced from, flat buffers beside the parameters' own.
+        agrees: whether ranks agree on each request in the first pass of a kind, so that nothing is gathered ahead.
         keeps_last: whether what a forward uses last stays gathered for the backward.
         keeps_masters_alone: whether a rank's part of gathered parameters is kept only in the dtype of the masters.
         keeps_gradients: whether the sums of gradients stay from step to step.
@@ -69,6 +70,7 @@ class System:
     reduces_beside: bool = True
     sums_everywhere: bool = False
     copies: bool = False
+    agrees: bool = False
     keeps_last: bool = False
     keeps_masters_alone: bool = False
     keeps_gradients: bool = False
@@ -96,7 +98,7 @@ class System:
         return self.host_part * device.queue_s, self.exchange_part * device.exchange_s
 
 
-ZEROSHARD: Final = System(name="zeroshard", keeps_last=True)
+ZEROSHARD: Final = System(name="zeroshard", agrees=True, keeps_last=True)
 """This library: the engine's own schedule, which `table/step.py` has."""
 
 
