@@ -117,7 +117,7 @@ def _add(app: typer.Typer, wanted: str) -> None:
 def _hint(error: Exception) -> str:
     """Return what to write instead of an option that there is not."""
     asked = getattr(error, "option_name", None)
-    if not isinstance(asked, str) or "train" not in sys.argv[1:2]:
+    if type(error).__name__ != "NoSuchOption" or not isinstance(asked, str) or "train" not in sys.argv[1:2]:
         return ""
     from zeroshard.train.config import full_name
 

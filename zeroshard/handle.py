@@ -31,7 +31,7 @@ from zeroshard.core.undo import DETACHED
 from zeroshard.core.unit import Unit
 from zeroshard.describe.optimizers import check_entries, optimizers_of
 from zeroshard.loader import Stateful, restore, states_of
-from zeroshard.misuse import HABIT, refuse_those
+from zeroshard.misuse import HABIT, Loop, refuse_those
 from zeroshard.optim.admission import check_optimizers
 from zeroshard.optim.keeps import kept_by
 from zeroshard.outer.start import Start
@@ -262,6 +262,9 @@ class Zero:
             checkpoint = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
         ```
         """
+        return Loop(self._once(when, states=states, whole=whole))
+
+    def _once(self, when: bool, *, states: bool, whole: bool) -> Iterator[None]:
         if not when:
             return
         with self.gathered(states=states, whole=whole):

@@ -5,15 +5,17 @@ other libraries. It must not know what the arguments mean.
 """
 
 import dataclasses
+import difflib
 import functools
-from collections.abc import Callable, Mapping
+import inspect
+from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
-from typing import Final, ParamSpec, TypeVar
+from typing import Any, Final, NoReturn, ParamSpec, TypeVar, final
 
 from zeroshard import accelerate_private, peers
 from zeroshard.table.settings import Settings
 
-__all__ = ["HABIT", "OLD", "refuse_others", "refuse_those"]
+__all__ = ["HABIT", "Loop", "OLD", "refuse_others", "refuse_those"]
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -37,15 +39,24 @@ def refuse_others(function: Callable[_P, _T]) -> Callable[_P, _T]:
         known = {**peers.ARGUMENTS, **fields, **OLD}
         for name in options.keys() & known.keys():
             raise TypeError(f"shard() has no argument {name}=: {known[name]}.")
+        _refuse_unknown(function, options)
         if len(args) > 2:
             raise TypeError(
                 "shard() takes the model and its optimizer by position and all else by name, such as stage=3; got a "
-                f"third argument, of type {type(args[2]).__name__}. {peers.SEE[0].upper()}{peers.SEE[1:]}."
+                f"third argument, of type {type(args[2]).__name__}. See {peers.SEE}."
             )
         accelerate_private.refuse_plugins()
         return function(*args, **options)
 
     return call
+
+
+def _refuse_unknown(function: Callable[..., Any], options: Mapping[str, Any]) -> None:
+    parameters = inspect.signature(function).parameters
+    if not any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
+        for name in options.keys() - parameters.keys():
+            near = "".join(f": did you mean {other}=?" for other in difflib.get_close_matches(name, parameters, 1))
+            raise TypeError(f"{function.__name__}() has no argument {name}={near or '.'}")
 
 
 def refuse_those(known: Mapping[str, str]) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
@@ -68,8 +79,25 @@ def refuse_those(known: Mapping[str, str]) -> Callable[[Callable[_P, _T]], Calla
         def call(*args: _P.args, **options: _P.kwargs) -> _T:
             for name in options.keys() & known.keys():
                 raise TypeError(f"{function.__name__}() has no argument {name}=: {known[name]}.")
+            _refuse_unknown(function, options)
             return function(*args, **options)
 
         return call
 
     return wrap
+
+
+@final
+class Loop(Iterator[None]):
+    """The iterator of a `for` loop, which refuses a `with` statement: its body would run on every rank."""
+
+    def __init__(self, inner: Iterator[None]) -> None:
+        self._inner = inner
+
+    def __next__(self) -> None:
+        return next(self._inner)
+
+    def __enter__(self) -> NoReturn:
+        raise TypeError("on_first_rank() is a loop: write `for _ in zero.on_first_rank():` instead of `with`.")
+
+    def __exit__(self, *exception: object) -> None: ...

@@ -5,7 +5,9 @@ it is given. Needs rich (the extra `zeroshard[cli]`).
 """
 
 import math
+import os
 import shlex
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,6 +34,18 @@ _KEPT_IN_SAMPLE: Final = "\n\t\u00a0\u200c\u200d"
 """Unprintable characters that belong to text: ends of lines, tabs, spaces and joiners of writing systems."""
 
 
+class _Console(Console):
+    """Standard output, whose reader may end before the run does, as in `zeroshard train | head`."""
+
+    def on_broken_pipe(self) -> None:
+        """Continue without output: a run must not be lost to it."""
+        self.quiet = True
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, sys.stdout.fileno())
+        os.close(null)
+        Console(stderr=True, highlight=False).print("zeroshard: standard output is closed; the run continues")
+
+
 @final
 class Terminal:
     """A reporter for people: a banner, a progress bar or lines, evaluations, and the result as the last lines.
@@ -45,7 +59,7 @@ class Terminal:
     """
 
     def __init__(self, *, log_every: int, console: Console | None = None, is_verbose: bool = False) -> None:
-        self._console = console or Console(highlight=False)
+        self._console = console or _Console(highlight=False)
         if not self._console.is_terminal:
             self._console.width = _PLAIN_WIDTH
         self._log_every, self._is_verbose = log_every, is_verbose
@@ -140,7 +154,7 @@ def _result(summary: Summary, losses: Sequence[float], folder: Path) -> Mapping[
     Args:
         losses: of the steps of this start.
     """
-    state = f"interrupted after {summary.steps} steps" if summary.is_interrupted else f"{summary.steps:,} steps"
+    state = f"interrupted after step {summary.steps:,}" if summary.is_interrupted else f"{summary.steps:,} steps"
     score = "not evaluated"
     if summary.bits_per_byte is not None:
         score = f"{summary.bits_per_byte:.4f} bits per byte held out"

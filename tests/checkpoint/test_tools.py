@@ -284,6 +284,13 @@ def test_a_list_shows_what_is_damaged(tmp_path: Path) -> None:
         list_checkpoints(tmp_path / "nowhere")
 
 
+def test_a_folder_that_is_a_checkpoint_has_no_latest_one(tmp_path: Path) -> None:
+    path = small.write(tmp_path)
+    for one, said in ((path, r"this is a checkpoint\. Load it, or"), (path / "manifest.json", "this is a file")):
+        with pytest.raises(zs.CheckpointError, match=said):
+            zs.latest(one)
+
+
 def test_sizes_of_the_export_are_what_the_rig_has() -> None:
     model, _ = rig.build()
     assert model.convolution.weight.is_contiguous(memory_format=torch.channels_last)

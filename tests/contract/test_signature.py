@@ -38,8 +38,8 @@ def test_an_earlier_spelling_is_refused_with_the_new_one(name: str) -> None:
         zs.shard(torch.nn.Linear(2, 2), **{name: None})
 
 
-def test_an_unknown_argument_is_refused_as_python_does() -> None:
-    with pytest.raises(TypeError, match="unexpected keyword argument 'stages'"):
+def test_an_unknown_argument_is_refused_with_the_nearest_name() -> None:
+    with pytest.raises(TypeError, match=r"shard\(\) has no argument stages=: did you mean stage=\?"):
         zs.shard(torch.nn.Linear(2, 2), stages=3)  # type: ignore[call-arg]
 
 
@@ -49,3 +49,14 @@ def test_settings_cannot_change_and_are_given_by_name() -> None:
         settings.watchdog_s = 1.0  # type: ignore[misc]
     with pytest.raises(TypeError, match="positional"):
         zs.Settings(60.0)  # type: ignore[misc]
+
+
+def test_the_loop_of_rank_0_is_no_with_statement() -> None:
+    zero = zs.shard(torch.nn.Linear(2, 2))
+    assert [*zero.on_first_rank()] == [None]
+    with pytest.raises(TypeError, match=r"write `for _ in zero\.on_first_rank\(\):`"), zero.on_first_rank():  # type: ignore[attr-defined]
+        pass
+
+
+def test_a_mean_of_numbers_needs_no_tensor() -> None:
+    assert zs.mean_across_ranks(0.5) == 0.5

@@ -156,3 +156,11 @@ def wrap(stage: int) -> str:
 def test_ddp_around_a_sharded_model_is_refused() -> None:
     for texts in run_cases(wrap, 2, third([(stage,) for stage in STAGES[::-1]])).values():
         assert all("accelerator.prepare(optimizer, loader)" in text for text in texts), texts
+
+
+def test_an_optimizer_after_prepare_is_refused_by_the_order_of_calls() -> None:
+    model, optimizer = accelerate.Accelerator(cpu=True).prepare(*made(PLAIN))
+    with pytest.raises(ValueError, match=r"AcceleratedOptimizer .* call zs\.shard\(\) before prepare\(\)"):
+        zs.shard(model, optimizer, settings=zs.Settings(elementwise=True))
+    assert not hasattr(model, "_zeroshard")
+    assert type(next(model.parameters())) is nn.Parameter

@@ -149,11 +149,11 @@ def test_a_config_file_is_read(tmp_path: Path) -> None:
     ("options", "error", "message"),
     [
         ({"world_size": 0}, ValueError, "world_size must be at least 1, got 0"),
-        ({"world_size": 8, "mesh": 3}, ValueError, r"mesh=3 replicas must divide the 8 rank"),
+        ({"world_size": 8, "mesh": 3}, ValueError, r"replicas=3 must divide the 8 rank"),
         (
             {"world_size": 8, "tensor": 3, "mesh": 1},
             ValueError,
-            r"tensor=3 ranks times mesh=1 replicas must divide the 8",
+            r"tensor=3 ranks times replicas=1 must divide the 8",
         ),
         ({"world_size": 64, "tensor": 64}, ValueError, "tensor=64 does not divide the 32 heads of llama-3-8b"),
         ({"world_size": 8, "device": "z1"}, ValueError, "device must be one of t4, v100-16"),
@@ -282,7 +282,7 @@ def test_a_device_that_is_nearly_full_sees_retries(model: str, stage: int, is_se
     assert sum(plan.retries.by_step) > 0 and plan.retries.is_served is is_served
     # The layout of the second step serves the next ones.
     assert plan.retries.steady == 0 and plan.step_s == plan.film.step_s
-    said = "in the first steps, 0 in a steady step" if is_served else "out of memory in step 2"
+    said = "in the first steps, 0 in a steady step" if is_served else "out of memory in step 3"
     assert said in str(plan)
     assert plan.to_json()["memory"]["retries"]["is_served"] is is_served
 

@@ -156,6 +156,7 @@ def test_each_number_is_that_of_a_film(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for module in (planning, pipes, trying):
         monkeypatch.setattr(module, "make_film", other)
+    monkeypatch.setattr(planning, "make_films", other)
     cards.step_s.cache_clear()
     cards.place_of.cache_clear()
     for row in plans:

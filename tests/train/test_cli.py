@@ -120,9 +120,9 @@ def test_dry_run_prints_the_plan_as_comments(monkeypatch, capsys, tmp_path):
     [
         (["train.stepz=1"], "zeroshard: unknown key 'train.stepz'; did you mean 'train.steps'?\n"),
         (["--data", "/nowhere"], "zeroshard: data.path: there is no file or folder '/nowhere'"),
-        (["--stage", "7"], "zeroshard: zero.stage=7: stage must be one of [0, 1, 2, 3]"),
+        (["--stage", "7"], "zeroshard: zero.stage must be one of [0, 1, 2, 3]"),
         (["--data", "/nowhere", "--dry-run"], "zeroshard: data.path: there is no file or folder '/nowhere'"),
-        (["--ranks", "9"], "zeroshard: train.batch=8 windows are not one for each of run.ranks=9"),
+        (["--ranks", "9"], "zeroshard: train.batch=8 is below run.ranks=9"),
         (["--model", "hf:/nowhere"], "zeroshard: model.source: there is no folder '/nowhere'"),
         (["--model", "hf:/nowhere", "--stage", "auto"], "zeroshard: model.source: there is no folder '/nowhere'"),
         (["data.tokenizer=/nowhere"], "zeroshard: data.tokenizer: there is no file or folder '/nowhere'"),
@@ -417,6 +417,33 @@ def test_torchruns_ranks_join(tmp_path):
 
 
 @pytest.mark.product
+def test_a_run_whose_output_is_closed_trains_to_its_end(tmp_path):
+    run = _start("-m", "zeroshard.cli", "train", *SMALL, "--ranks", "1", "--steps", "6", cwd=tmp_path)
+    assert run.stdout is not None and run.stderr is not None
+    run.stdout.readline()
+    run.stdout.close()
+    err = run.stderr.read()
+    assert (run.wait(60), err) == (0, "zeroshard: standard output is closed; the run continues\n")
+    folder = tmp_path / "runs" / "default"
+    assert (folder / "metrics.jsonl").read_text().count('"kind": "step"') == 6
+    assert [path.name for path in folder.glob("step-*")] == ["step-00000006"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["train", "--lr"], "zeroshard: Option '--lr' requires an argument\n"),
+        (
+            ["generate", "runs/x", "--tokens", "0"],
+            "zeroshard: Invalid value for '--tokens': Input should be greater than or equal to 1\n",
+        ),
+        (["plot", "runs/x", "-o", "a.png"], "zeroshard: --out writes .svg or .html; got 'a.png'\n"),
+    ],
+)
+def test_options_are_refused_in_one_line(monkeypatch, capsys, arguments, said):
+    assert _main(monkeypatch, capsys, *arguments) == (2, "", said)
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_signal_saves_and_the_same_command_goes_on(number, tmp_path):
     command = ["-m", "zeroshard.cli", "train", *SMALL, "--steps", "40", "checkpoint.every_s=0"]
@@ -434,7 +461,7 @@ def test_signal_saves_and_the_same_command_goes_on(number, tmp_path):
     made = summary["steps"]
     assert (summary["is_interrupted"], made < 40) == (True, True)
     assert made == (folder / "metrics.jsonl").read_text().count('"kind": "step"')
-    assert f"interrupted after {made} steps" in out
+    assert f"interrupted after step {made}" in out
     assert [path.name for path in folder.glob("step-*")] == [f"step-{made:08d}"]
     assert f"saved after step {made}: runs/default/step-{made:08d}" in out
 

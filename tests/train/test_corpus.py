@@ -140,3 +140,22 @@ def test_too_little_text_is_named(content, context, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         _corpus(tmp_path / "cache", tmp_path / "a.txt").check_length(context)
     _corpus(tmp_path / "default").check_length(context)
+
+
+def test_the_cache_is_readable_by_whom_the_umask_lets_read_its_folder(tmp_path):
+    _corpus(tmp_path / "cache")
+    modes = [(path.stat().st_mode & 0o777) for path in (tmp_path / "cache", _cached(tmp_path / "cache"))]
+    assert modes[1] == modes[0] & 0o644
+    (tmp_path / "closed").mkdir(0o700)
+    _corpus(tmp_path / "closed")
+    assert _cached(tmp_path / "closed").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_full_disk_is_named_and_leaves_no_part(tmp_path, monkeypatch):
+    def full(*_: object) -> None:
+        raise module.safetensors.SafetensorError("I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(module.safetensors.torch, "save_file", full)
+    with pytest.raises(OSError, match=r"data\.cache: .* cannot be written: .*No space left"):
+        _corpus(tmp_path / "cache")
+    assert [*(tmp_path / "cache").iterdir()] == []

@@ -80,10 +80,12 @@ def _refuse(optimizer: torch.optim.Optimizer) -> None:
     """Raise if an optimizer cannot be sharded at any stage.
 
     Raises:
-        ValueError: its step evaluates a closure, it supports only sparse gradients, it runs under autograd, or it
-            changes parameters between steps.
+        ValueError: it wraps another one, its step evaluates a closure, it supports only sparse gradients, it runs under
+            autograd, or it changes parameters between steps.
     """
     name = type(optimizer).__name__
+    if type(optimizer).__module__.startswith("accelerate."):
+        raise ValueError(f"{name} is an optimizer after accelerator.prepare(): call zs.shard() before prepare().")
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise ValueError(_evaluates(name))
@@ -107,9 +109,8 @@ def _refuse(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _swaps(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether an optimizer has two sets of parameters; Accelerate's wrapper has both methods for any."""
-    cls = type(optimizer)
-    return callable(getattr(cls, "eval", None)) and not cls.__module__.startswith("accelerate.")
+    """Return whether an optimizer has two sets of parameters."""
+    return callable(getattr(type(optimizer), "eval", None))
 
 
 def _admit(

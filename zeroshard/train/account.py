@@ -156,7 +156,8 @@ def _name_data(run: Run) -> str:
     parts = f"{corpus.train_bytes:,} bytes to train on, {corpus.heldout_bytes:,} held out"
     source = open_source(run.config.data.path, run.config.data.column) if run.mesh.rank == 0 else None
     left = f" ({text})" if source is not None and (text := source.describe_left_out()) else ""
-    return f"{corpus.name}{left}, {parts}; {tokenizer.name}, vocabulary {tokenizer.vocabulary:,}"
+    note = " (the model's folder has no tokenizer)" if run.config.hf_folder and not run.config.tokenizer else ""
+    return f"{corpus.name}{left}, {parts}; {tokenizer.name}{note}, vocabulary {tokenizer.vocabulary:,}"
 
 
 def describe_data(run: Run) -> dict[str, str | int]:

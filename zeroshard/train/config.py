@@ -348,7 +348,11 @@ def _explain(error: ValidationError) -> list[str]:
     for problem in error.errors():
         message = problem["msg"].removeprefix("Value error, ")
         name = ".".join(str(part) for part in problem["loc"])
-        lines.append(f"{name}={_shown(problem['input'])}: {message}" if name else message)
+        section, _, key = name.rpartition(".")
+        if key and message.startswith((f"{key}=", f"{key} must")):  # the message has the value
+            lines.append(f"{section}.{message}")
+        else:
+            lines.append(f"{name}={_shown(problem['input'])}: {message}" if name else message)
     return lines
 
 

@@ -33,6 +33,8 @@ _FORMAT: Final = 1
 _FACTS: Final = frozenset(["sha256", "train_bytes", "heldout_bytes", "tokens_sha256"])
 _PIECE_CHARACTERS: Final = 1 << 16
 _BATCH_PIECES: Final = 256
+_READABLE: Final = 0o644
+"""Permission bits that a file takes from its folder, which the umask has made."""
 
 
 @final
@@ -173,7 +175,7 @@ def _batches(pieces: Iterable[tuple[str, bool]]) -> Iterator[list[tuple[str, boo
 
 
 def _write(path: Path, corpus: Corpus) -> None:
-    """Write a corpus atomically."""
+    """Write a corpus atomically, for whoever may read its folder."""
     tensors = {"train": corpus.train, "heldout": corpus.heldout, "heldout_ends": corpus.heldout_ends}
     facts = {
         "sha256": corpus.sha256,
@@ -184,7 +186,10 @@ def _write(path: Path, corpus: Corpus) -> None:
     unfinished = path.with_suffix(f".{os.getpid()}.unfinished")
     try:
         safetensors.torch.save_file(tensors, unfinished, facts)
+        os.chmod(unfinished, path.parent.stat().st_mode & _READABLE)
         os.replace(unfinished, path)
+    except safetensors.SafetensorError as error:  # such as a full disk
+        raise OSError(f"data.cache: {path} cannot be written: {error}") from error
     finally:
         unfinished.unlink(missing_ok=True)
 

@@ -50,9 +50,7 @@ def read_curves(folders: Sequence[Path], names: Sequence[str]) -> Curves:
     for folder in folders:
         path = folder / "metrics.jsonl"
         if not path.is_file():
-            raise ValueError(
-                f"{folder} is not the folder of a run: it has no metrics.jsonl; give one such as runs/default"
-            )
+            raise ValueError(f"{folder} is not the folder of a run: it has no metrics.jsonl")
         with open_input(path, "RUN") as file:
             records = [_record(line) for line in file]
         for name in names:

@@ -31,8 +31,8 @@ def check_ranks(batch: int, *, ranks: int, tensor: int, accumulation: int) -> No
     if batch < least:
         split = f" / run.tensor={tensor}" * (tensor > 1)
         raise ValueError(
-            f"train.batch={batch} windows are not one for each of run.ranks={ranks}{split} times "
-            f"train.accumulation={accumulation} micro-batches; set train.batch to {least} or more"
+            f"train.batch={batch} is below run.ranks={ranks}{split} times train.accumulation={accumulation}; set "
+            f"train.batch to {least} or more"
         )
 
 

@@ -42,8 +42,8 @@ def add_commands(app: "typer.Typer", show: Print, fail: Fail) -> None:
     def generate(
         run: folder,
         prompt: Annotated[str, typer.Option(help="The text to continue.")] = "The ",
-        tokens: Annotated[int, typer.Option(help="Number of tokens to add.")] = 200,
-        temperature: Annotated[float, typer.Option(help="Of the draws; 0 takes the likeliest token.")] = 0.7,
+        tokens: Annotated[int, typer.Option(help="Number of tokens to add.", min=1)] = 200,
+        temperature: Annotated[float, typer.Option(help="Of the draws; 0 takes the likeliest token.", min=0)] = 0.7,
         seed: Annotated[int, typer.Option(help="Seed of the draws.")] = 1,
         ranks: ranks_ = 1,
         stage: stage_ = 3,
@@ -102,6 +102,8 @@ def add_commands(app: "typer.Typer", show: Print, fail: Fail) -> None:
         """Draw the curves of runs: loss, held-out loss, learning rate, gradient norm, speed."""
         from zeroshard.train.curves import as_html, as_svg, as_text, read_curves
 
+        if out is not None and out.suffix not in (".svg", ".html"):
+            fail(f"--out writes .svg or .html; got {str(out)!r}")
         try:
             curves = read_curves(runs, names.split(","))
             if out is None:

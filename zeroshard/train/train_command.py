@@ -36,7 +36,7 @@ _MISTAKE: Final = 2
 EXAMPLES: Final = """
 Examples:
 
-zeroshard train  (a small GPT on Python's documentation, in a minute)
+zeroshard train  (a small GPT on Python's documentation, in minutes)
 
 zeroshard train --data texts/ --depth 8 --steps 3000 --lr 0.002 --name books
 
@@ -142,14 +142,15 @@ def add_commands(app: "typer.Typer", show: Print, fail: Callable[..., NoReturn],
             str | None, option("zero.offload", "host, /folder, states=0.6,parameters=1,to=/folder, auto.", zero_)
         ] = None,
         replicas: Annotated[
-            int | None, option("run.replicas", "Copies of the sharded state (hybrid sharding).", zero_)
+            int | None,
+            option("run.replicas", "Copies of the sharded state (hybrid sharding).", zero_, "--replicas", "--mesh"),
         ] = None,
         outer: Annotated[
             int | None, option("run.outer", "The copies are islands, which exchange every so many steps.", zero_)
         ] = None,
-        outer_bits: Annotated[int | None, option("run.outer_bits", "Of an element: 32, 8 or 4.", zero_)] = None,
+        outer_bits: Annotated[int | None, option("run.outer_bits", "Bits of an exchanged element.", zero_)] = None,
         staleness: Annotated[
-            int | None, option("run.staleness", "Of launches of their own: docs/mailbox.md.", zero_)
+            int | None, option("run.staleness", "Exchanges that a launch may lead: docs/mailbox.md.", zero_)
         ] = None,
         tensor: Annotated[
             int | None, option("run.tensor", "Ranks that split each layer: tensor parallelism.", zero_)
@@ -303,7 +304,9 @@ def _prepare(config: Config, fail: Callable[..., NoReturn], *, is_fresh: bool, l
         tokenizer = prepare(config)
         if not is_own_launch():
             check_space(config, tokenizer)
-    except (ValueError, ImportError, OSError) as error:
+    except OSError as error:
+        fail(f"{error.filename}: {error.strerror}" if error.filename else str(error))
+    except (ValueError, ImportError) as error:
         fail(str(error))
 
 

@@ -67,7 +67,7 @@ def check_run(path: Path, stage: int) -> tuple[Config, Path]:
     is_checkpoint = (path / "manifest.json").is_file()
     folder = path.absolute().parent if is_checkpoint else path
     if not (folder / "config.toml").is_file():
-        raise ValueError(f"{path} is not the folder of a run: it has no config.toml; give one such as runs/default")
+        raise ValueError(f"{path} is not the folder of a run: it has no config.toml")
     found = path if is_checkpoint else zs.latest(folder)
     if found is None:
         raise ValueError(f"{path} has no checkpoint yet; a run saves one at its end, or every checkpoint.every_steps")

@@ -151,7 +151,7 @@ class _Status:
         behind, waits_s = self.waiting()
         if verb not in WAITS and waits_s > self.heartbeat_s:
             verb, what, since_s = WAITS[0], f"{behind}, behind which its device is queued", self.clock() - waits_s
-        if verb == AFTER and (line := line_of_program()):
+        if verb in (AFTER, WAITS[0]) and (line := line_of_program()) not in what:
             what = f"{what}, now {line}"
         pace = statistics.median(self.own_s) if len(self.own_s) == PACE_STEPS else ""
         numbers = f"{int(bool(self.known))} {self.answered_s} {waits_s} {pace}"

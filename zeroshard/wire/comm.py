@@ -369,11 +369,11 @@ def _group_of(ranks: tuple[int, ...], kind: str) -> dist.ProcessGroup | None:
     return named_group(sorted(ranks), f"of {kind}", backend, limit, is_part=is_part, is_kept=True)
 
 
-def mean_across_ranks(tensor: Tensor, mesh: Mesh | DeviceMesh | None = None) -> Tensor:
+def mean_across_ranks(tensor: Tensor | float, mesh: Mesh | DeviceMesh | None = None) -> Tensor:
     """Return the mean of a tensor over all ranks, summed in rank order: the result is bitwise equal on all ranks.
 
     Args:
-        tensor: a floating-point tensor, of equal shape on every rank.
+        tensor: a floating-point tensor, of equal shape on every rank, or a number.
         mesh: the ranks that take part, as in `gather_across_ranks`.
 
     Collective: as `gather_across_ranks`.
@@ -384,7 +384,7 @@ def mean_across_ranks(tensor: Tensor, mesh: Mesh | DeviceMesh | None = None) -> 
     assert zs.mean_across_ranks(torch.tensor(3.0)) == 3.0
     ```
     """
-    rows = gather_across_ranks(tensor.detach(), mesh)
+    rows = gather_across_ranks(torch.as_tensor(tensor).detach(), mesh)
     total = rows[0].clone()
     for row in rows[1:]:
         total += row
