@@ -483,7 +483,7 @@ def chooser(seed: int) -> Callable[[int], int]:
 
 # -- states -----------------------------------------------------------------------------------------------------------
 
-_OWN = frozenset(["_units", "_comm", "_changes", "history", "votes", "check_update", "launch", "buffers"])
+_OWN = frozenset(["_units", "_comm", "_staying", "_changes", "history", "votes", "check_update", "launch", "buffers"])
 """Attributes of an `Order` that belong to it alone."""
 _NOT_DECIDING = _OWN | {"_has_warned", "_has_made_rounds"}
 """Attributes of an `Order` that decide nothing: what it works on, and what it tells."""
