@@ -143,6 +143,7 @@ def test_the_commands_print_what_the_functions_return(
         (["evaluate", "{run}"], "evaluate needs --data TEXT, --choices FILE.jsonl, or both"),
         (["evaluate", "{run}", "--data", "/nowhere"], "there is no file or folder '/nowhere'"),
         (["generate", "/nowhere"], "/nowhere is not the folder of a run"),
+        (["generate", "{run}s"], "there is no such folder; did you mean {run}?"),
         (["plot", "/nowhere"], "/nowhere is not the folder of a run"),
         (["report", "/nowhere"], "/nowhere: there is no such file or folder; give runs/NAME"),
     ],
@@ -152,7 +153,7 @@ def test_mistakes_end_with_one_line(
 ) -> None:
     status, out, err = _main(monkeypatch, capsys, *(one.format(run=folder) for one in arguments))
     assert (status, out) == (2, "")
-    assert err.startswith("zeroshard: ") and words in err and err.count("\n") == 1
+    assert err.startswith("zeroshard: ") and words.format(run=folder) in err and err.count("\n") == 1
 
 
 def test_scores_are_told() -> None:

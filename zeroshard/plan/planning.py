@@ -33,7 +33,7 @@ from zeroshard.plan.shape.shapes import Transformer, shape_of
 from zeroshard.plan.step.film import Film, calls_of
 from zeroshard.plan.step.rank_job import Job
 from zeroshard.plan.step.simulate import make_film, make_films, resident_bytes
-from zeroshard.plan.step.system import ZEROSHARD, System
+from zeroshard.plan.step.system import System
 from zeroshard.plan.step.turns import shown_ranks
 from zeroshard.plan.systems import precision_of_system, system_named
 from zeroshard.plan.trying import changes_of
@@ -93,7 +93,7 @@ def make_plan(
     recompute: bool = False,
     cut: Sequence[str] | str | None = None,
     outer: Any = None,
-    system: str | System = ZEROSHARD,
+    system: str | System = "zeroshard",
 ) -> Plan:
     """Predict a run: memory by column and at its peak, time of a step, traffic, and whether it fits.
 

@@ -64,10 +64,11 @@ class Record:
         """Return the record with the units that stay gathered after the pass.
 
         Args:
-            last: one of these that stays only if the pass does not release it earlier than others.
+            last: one of these that stays only if the pass gathers it and does not release it earlier than others.
         """
         gathers = [unit for kind, unit in self.requests if kind == "gather"]
-        is_earlier = last is not None and gathers and last not in {gathers[-1], *self.pinned}
+        is_known = gathers or last in self.carried
+        is_earlier = last is not None and is_known and last not in {*gathers[-1:], *self.pinned}
         return replace(self, held=held - {last} if is_earlier else held)
 
 

@@ -6,6 +6,7 @@ uses the model, `curves.py` draws. Imports typer only in `add_commands`.
 
 import sys
 from collections.abc import Callable
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final, NoReturn
 
@@ -123,6 +124,10 @@ def _on_ranks(run: Path, ranks: int, stage: int, fail: Fail, use: Callable[["Loa
     joined = joined_world_size()
     if joined is not None:
         follow_launcher()
+    elif not run.exists():  # told before the imports, which take seconds
+        others = [one.name for one in run.parent.iterdir()] if run.parent.is_dir() else []
+        near = "".join(f"; did you mean {run.with_name(one)}?" for one in get_close_matches(run.name, others, 1))
+        fail(f"{run} is not the folder of a run: there is no such folder{near}")
     from zeroshard.train.using import check_run, load_run
 
     try:
