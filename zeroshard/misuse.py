@@ -43,7 +43,7 @@ def refuse_others(function: Callable[_P, _T]) -> Callable[_P, _T]:
         if len(args) > 2:
             raise TypeError(
                 "shard() takes the model and its optimizer by position and all else by name, such as stage=3; got a "
-                f"third argument, of type {type(args[2]).__name__}. See {peers.SEE}."
+                f"third argument, of type {type(args[2]).__name__}. See {peers.SEE.split()[0]}."
             )
         accelerate_private.refuse_plugins()
         return function(*args, **options)

@@ -33,7 +33,7 @@ SHARDED: dict[str, tuple[Callable[[nn.Module, torch.optim.Optimizer], Any], str]
     ),
     "the same by position": (
         lambda model, optimizer: zs.shard(model, optimizer, {}),  # type: ignore[misc]
-        r"all else by name, such as stage=3; got a third argument, of type dict\. Docs/coming-from\.md has the rest",
+        r"all else by name, such as stage=3; got a third argument, of type dict\. See docs/coming-from\.md",
     ),
     "the same as the optimizer": (
         lambda model, optimizer: zs.shard(model, {"zero_optimization": {}}),  # type: ignore[arg-type]

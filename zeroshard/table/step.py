@@ -93,10 +93,11 @@ def steady_passes(
     carried = held & {unit for kind, unit in uses.forward if kind == "need"}
     begin = Record(held=held, carried=EMPTY.held if is_first else carried & stays.to_step)
     forward = _steady(units, uses.forward, begin, is_agreed=is_agreed)
-    if not is_agreed and (kept := forward.record.holding(held, stays.last).held) != held:
-        carried &= kept
-        forward = _steady(units, uses.forward, replace(begin, held=kept), is_agreed=False)
-    begin = Record(held=stays.to_step, carried=carried)
+    # What was expected to be used last is released after its use by a record that knows better, or pinned if used again.
+    while not is_agreed and (kept := forward.record.holding(held, stays.last).held) != forward.record.held:
+        begin = replace(begin, held=kept, pinned=forward.record.pinned)
+        forward = _steady(units, uses.forward, begin, is_agreed=False)
+    begin = Record(held=stays.to_step, carried=carried & forward.record.held)
     unreduced = frozenset(unit for kind, unit in uses.backward if kind == "land" and not is_reduced)
     partial = uses.partial if is_reduced else frozenset[int]()
     return forward, _steady(units, uses.backward, begin, partial, unreduced, is_agreed=is_agreed)
@@ -184,7 +185,7 @@ def _follow(
     landing = {unit for kind, unit in marks if kind == "land"}
     schedule = Schedule(record or begin, lambda unit: unit not in landing)
     requests: list[Request] = list(record.requests) if record is not None else []
-    pinned = set(record.pinned) if record is not None else set[int]()
+    pinned = set((record or begin).pinned)
     actions: list[list[Action]] = [[] for _ in marks]
     for place, (kind, unit) in enumerate(marks):
         if kind == "need" and not schedule.whole.get(unit):
