@@ -93,7 +93,7 @@ def steady_passes(
     carried = held & {unit for kind, unit in uses.forward if kind == "need"}
     begin = Record(held=held, carried=EMPTY.held if is_first else carried & stays.to_step)
     forward = _steady(units, uses.forward, begin, is_agreed=is_agreed)
-    # What was expected to be used last is released after its use by a record that knows better, or pinned if used again.
+    # A unit expected last is released after its use if a record knows better, or pinned if it is used again.
     while not is_agreed and (kept := forward.record.holding(held, stays.last).held) != forward.record.held:
         begin = replace(begin, held=kept, pinned=forward.record.pinned)
         forward = _steady(units, uses.forward, begin, is_agreed=False)
