@@ -52,10 +52,12 @@ def refuse_others(function: Callable[_P, _T]) -> Callable[_P, _T]:
 
 
 def _refuse_unknown(function: Callable[..., Any], options: Mapping[str, Any]) -> None:
+    """Raise TypeError for an argument that a function does not have; wrappers must not take more than it does."""
     parameters = inspect.signature(function).parameters
     if not any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
-        for name in options.keys() - parameters.keys():
-            near = "".join(f": did you mean {other}=?" for other in difflib.get_close_matches(name, parameters, 1))
+        for name in [name for name in options if name not in parameters]:
+            known = [one for one in parameters if one != "self"]
+            near = "".join(f": did you mean {other}=?" for other in difflib.get_close_matches(name, known, 1))
             raise TypeError(f"{function.__name__}() has no argument {name}={near or '.'}")
 
 

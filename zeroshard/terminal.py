@@ -9,9 +9,9 @@ import os
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Final, Self, final
+from typing import Any, Final, Self, TextIO, final
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
@@ -40,10 +40,19 @@ class _Console(Console):
     def on_broken_pipe(self) -> None:
         """Continue without output: a run must not be lost to it."""
         self.quiet = True
-        null = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null, sys.stdout.fileno())
-        os.close(null)
-        Console(stderr=True, highlight=False).print("zeroshard: standard output is closed; the run continues")
+        _discard(sys.stdout)
+        try:
+            sys.stderr.write("zeroshard: standard output is closed; the run continues\n")
+            sys.stderr.flush()
+        except OSError:
+            _discard(sys.stderr)
+
+
+def _discard(stream: TextIO) -> None:
+    """Have what is written to a stream from here on dropped, also at the end of the process."""
+    # A stream of a notebook or of a test has no file.
+    with suppress(OSError, ValueError, AttributeError), open(os.devnull, "w") as null:
+        os.dup2(null.fileno(), stream.fileno())
 
 
 @final

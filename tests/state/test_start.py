@@ -139,7 +139,7 @@ REFUSED: dict[str, tuple[Callable[..., None], dict[str, Any], str]] = {
         {"forward_methods": "generate"},
         r"TypeError: .*forward_methods.*'generate'",
     ),
-    "replicas": (at_shard, {"mesh": 3}, r"ValueError: replicas=3 must divide the 2"),
+    "replicas": (at_shard, {"mesh": 3}, r"ValueError: 3 replicas must divide the 2"),
     "replicas as text": (at_shard, {"mesh": "2"}, r"TypeError: mesh .*'2'"),
     "replicas of parts": (at_shard, {"mesh": 1.0}, r"TypeError: mesh .*1\.0"),
     "settings": (at_shard_as_is, {"settings": {"watchdog_s": 5}}, r"TypeError: settings must be a zs.Settings.*5"),

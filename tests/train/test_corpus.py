@@ -1,5 +1,7 @@
 """The corpus: its split, its documents, its cache."""
 
+import os
+
 import pytest
 import torch
 
@@ -142,13 +144,15 @@ def test_too_little_text_is_named(content, context, message, tmp_path):
     _corpus(tmp_path / "default").check_length(context)
 
 
-def test_the_cache_is_readable_by_whom_the_umask_lets_read_its_folder(tmp_path):
-    _corpus(tmp_path / "cache")
-    modes = [(path.stat().st_mode & 0o777) for path in (tmp_path / "cache", _cached(tmp_path / "cache"))]
-    assert modes[1] == modes[0] & 0o644
-    (tmp_path / "closed").mkdir(0o700)
-    _corpus(tmp_path / "closed")
-    assert _cached(tmp_path / "closed").stat().st_mode & 0o777 == 0o600
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o027, 0o640), (0o077, 0o600)])
+def test_the_cache_has_the_permissions_that_the_umask_leaves(tmp_path, umask, mode):
+    (tmp_path / "cache").mkdir()
+    before = os.umask(umask)
+    try:
+        _corpus(tmp_path / "cache")
+    finally:
+        os.umask(before)
+    assert _cached(tmp_path / "cache").stat().st_mode & 0o777 == mode
 
 
 def test_a_full_disk_is_named_and_leaves_no_part(tmp_path, monkeypatch):

@@ -66,7 +66,7 @@ def list_checkpoints(folder: str | Path) -> list[Listed]:
         if its manifest is valid.
 
     Raises:
-        CheckpointError: the folder does not exist, or is a checkpoint itself.
+        CheckpointError: the folder does not exist, or is a file or a checkpoint itself.
 
     ```python
     import tempfile, torch, zeroshard as zs
@@ -80,7 +80,7 @@ def list_checkpoints(folder: str | Path) -> list[Listed]:
     root = Path(folder)
     if not root.is_dir():
         raise CheckpointError(f"{root}: {'this is a file' if root.exists() else 'the folder does not exist'}.")
-    if (root / MANIFEST).exists():
+    if (own := _look(root)) is not None and not own.problem:
         raise CheckpointError(f"{root}: this is a checkpoint. Load it, or give the folder that it is in.")
     found = [_look(root / name) for name in files.names_in(root) if not name.startswith(".")]
     return sorted((one for one in found if one is not None), key=lambda one: (one.step, one.path.name))
@@ -124,8 +124,8 @@ def latest(folder: str | Path) -> Path | None:
         folder: the folder that contains checkpoints.
 
     Raises:
-        CheckpointError: checkpoints exist, but none is complete, or the folder is a checkpoint itself; starting from
-            the beginning would be a surprise.
+        CheckpointError: checkpoints exist, but none is complete, or the folder is a file or a checkpoint itself;
+            starting from the beginning would be a surprise.
 
     ```python
     import tempfile, torch, zeroshard as zs

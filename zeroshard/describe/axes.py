@@ -33,7 +33,7 @@ def axes_of(asked: Any, world_size: int, tensor: int = 1) -> Axes:
             raise TypeError(f"mesh must be a DeviceMesh or a number of replicas; got {asked!r}.")
         replicas = 1 if asked is None else check_count("mesh", asked)
         if world_size % (replicas * tensor):
-            divided = f"tensor={tensor} ranks times " * (tensor > 1) + f"replicas={replicas}"
+            divided = f"tensor={tensor} ranks times " * (tensor > 1) + f"{replicas} replicas"
             raise ValueError(f"{divided} must divide the {world_size} rank(s).")
         axes = (("replicate", replicas), ("shard", world_size // (replicas * tensor)))
         axes += (("tensor", tensor),) if tensor > 1 else ()

@@ -84,8 +84,8 @@ def _refuse(optimizer: torch.optim.Optimizer) -> None:
             autograd, or it changes parameters between steps.
     """
     name = type(optimizer).__name__
-    if type(optimizer).__module__.startswith("accelerate."):
-        raise ValueError(f"{name} is an optimizer after accelerator.prepare(): call zs.shard() before prepare().")
+    if any(one.__module__.startswith("accelerate.") for one in type(optimizer).__mro__):
+        raise ValueError(f"{name} wraps an optimizer: give zeroshard the optimizer before accelerator.prepare().")
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise ValueError(_evaluates(name))

@@ -235,7 +235,7 @@ def _check_model(model: nn.Module, forward_methods: Sequence[str], mesh: Mesh, a
     if isinstance(model, nn.parallel.DistributedDataParallel):
         raise TypeError(
             "The model is wrapped in DistributedDataParallel, which zs.shard() replaces. Shard model.module, or "
-            "before accelerator.prepare()."
+            "call zs.shard() before accelerator.prepare()."
         )
     ignored = ignored_of(model, asked)
     for name, parameter in model.named_parameters():

@@ -72,7 +72,7 @@ def plain_uses(count: int) -> Uses:
 
 
 def steady_passes(
-    units: Sequence[UnitSpec], uses: Uses, *, is_reduced: bool = True, is_first: bool = True, is_agreed: bool = False
+    units: Sequence[UnitSpec], uses: Uses, *, is_reduced: bool = True, is_first: bool = True, agreed: Sequence[str] = ()
 ) -> tuple[Steady, Steady]:
     """Return the forward and the backward of a micro-batch.
 
@@ -80,7 +80,7 @@ def steady_passes(
         units: units of the model on a rank, as from `describe_units`.
         is_reduced: whether the backward reduces gradients; False for a micro-batch under `no_sync()`.
         is_first: whether the micro-batch is the first of its step.
-        is_agreed: whether both are the first of their kind.
+        agreed: which of the two are the first of their kind.
 
     Raises:
         ValueError: `uses` has a unit that the model does not have.
@@ -92,15 +92,15 @@ def steady_passes(
     # A unit that the forward has not gathered is not gathered in the backward.
     carried = held & {unit for kind, unit in uses.forward if kind == "need"}
     begin = Record(held=held, carried=EMPTY.held if is_first else carried & stays.to_step)
-    forward = _steady(units, uses.forward, begin, is_agreed=is_agreed)
+    forward = _steady(units, uses.forward, begin, is_agreed="forward" in agreed)
     # A unit expected last is released after its use if a record knows better, or pinned if it is used again.
-    while not is_agreed and (kept := forward.record.holding(held, stays.last).held) != forward.record.held:
+    while not forward.is_agreed and (kept := forward.record.holding(held, stays.last).held) != forward.record.held:
         begin = replace(begin, held=kept, pinned=forward.record.pinned)
         forward = _steady(units, uses.forward, begin, is_agreed=False)
     begin = Record(held=stays.to_step, carried=carried & forward.record.held)
     unreduced = frozenset(unit for kind, unit in uses.backward if kind == "land" and not is_reduced)
     partial = uses.partial if is_reduced else frozenset[int]()
-    return forward, _steady(units, uses.backward, begin, partial, unreduced, is_agreed=is_agreed)
+    return forward, _steady(units, uses.backward, begin, partial, unreduced, is_agreed="backward" in agreed)
 
 
 def update_actions(

@@ -349,7 +349,7 @@ def _explain(error: ValidationError) -> list[str]:
         message = problem["msg"].removeprefix("Value error, ")
         name = ".".join(str(part) for part in problem["loc"])
         section, _, key = name.rpartition(".")
-        if key and message.startswith((f"{key}=", f"{key} must")):  # the message has the value
+        if section and message.startswith((f"{key}=", f"{key} must")) and _shown(problem["input"]) in message:
             lines.append(f"{section}.{message}")
         else:
             lines.append(f"{name}={_shown(problem['input'])}: {message}" if name else message)

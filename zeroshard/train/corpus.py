@@ -10,6 +10,7 @@ Note: the cache
     While it builds the file, the writing process holds all tokens in memory.
 """
 
+import contextlib
 import hashlib
 import json
 import os
@@ -33,8 +34,6 @@ _FORMAT: Final = 1
 _FACTS: Final = frozenset(["sha256", "train_bytes", "heldout_bytes", "tokens_sha256"])
 _PIECE_CHARACTERS: Final = 1 << 16
 _BATCH_PIECES: Final = 256
-_READABLE: Final = 0o644
-"""Permission bits that a file takes from its folder, which the umask has made."""
 
 
 @final
@@ -175,7 +174,7 @@ def _batches(pieces: Iterable[tuple[str, bool]]) -> Iterator[list[tuple[str, boo
 
 
 def _write(path: Path, corpus: Corpus) -> None:
-    """Write a corpus atomically, for whoever may read its folder."""
+    """Write a corpus atomically, with the permissions that the umask leaves."""
     tensors = {"train": corpus.train, "heldout": corpus.heldout, "heldout_ends": corpus.heldout_ends}
     facts = {
         "sha256": corpus.sha256,
@@ -185,8 +184,11 @@ def _write(path: Path, corpus: Corpus) -> None:
     }
     unfinished = path.with_suffix(f".{os.getpid()}.unfinished")
     try:
-        safetensors.torch.save_file(tensors, unfinished, facts)
-        os.chmod(unfinished, path.parent.stat().st_mode & _READABLE)
+        with unfinished.open("xb") as made:
+            mode = os.fstat(made.fileno()).st_mode
+        safetensors.torch.save_file(tensors, unfinished, facts)  # makes another file, for its owner alone
+        with contextlib.suppress(OSError):  # some file systems have no permissions
+            os.chmod(unfinished, mode)
         os.replace(unfinished, path)
     except safetensors.SafetensorError as error:  # such as a full disk
         raise OSError(f"data.cache: {path} cannot be written: {error}") from error

@@ -4,8 +4,10 @@ Owns the arguments of these commands, and their output. It prints through functi
 uses the model, `curves.py` draws. Imports typer only in `add_commands`.
 """
 
+import os
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final, NoReturn
@@ -103,14 +105,14 @@ def add_commands(app: "typer.Typer", show: Print, fail: Fail) -> None:
         """Draw the curves of runs: loss, held-out loss, learning rate, gradient norm, speed."""
         from zeroshard.train.curves import as_html, as_svg, as_text, read_curves
 
-        if out is not None and out.suffix not in (".svg", ".html"):
+        if out is not None and out.suffix.lower() not in (".svg", ".html"):
             fail(f"--out writes .svg or .html; got {str(out)!r}")
         try:
             curves = read_curves(runs, names.split(","))
             if out is None:
                 show(as_text(curves, width))
                 return
-            out.write_text(as_html(curves) if out.suffix == ".html" else as_svg(curves), "utf-8")
+            out.write_text(as_html(curves) if out.suffix.lower() == ".html" else as_svg(curves), "utf-8")
         except (ValueError, OSError) as error:
             fail(str(error))
         show(f"{out}: written")
@@ -124,8 +126,10 @@ def _on_ranks(run: Path, ranks: int, stage: int, fail: Fail, use: Callable[["Loa
     joined = joined_world_size()
     if joined is not None:
         follow_launcher()
-    elif not run.exists():  # told before the imports, which take seconds
-        others = [one.name for one in run.parent.iterdir()] if run.parent.is_dir() else []
+    elif not os.path.exists(run):  # told before the imports, which take seconds
+        others: list[str] = []
+        with suppress(OSError):
+            others = os.listdir(run.parent)
         near = "".join(f"; did you mean {run.with_name(one)}?" for one in get_close_matches(run.name, others, 1))
         fail(f"{run} is not the folder of a run: there is no such folder{near}")
     from zeroshard.train.using import check_run, load_run

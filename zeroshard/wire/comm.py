@@ -384,11 +384,9 @@ def mean_across_ranks(tensor: Tensor | float, mesh: Mesh | DeviceMesh | None = N
     assert zs.mean_across_ranks(torch.tensor(3.0)) == 3.0
     ```
     """
-    rows = gather_across_ranks(torch.as_tensor(tensor).detach(), mesh)
-    total = rows[0].clone()
-    for row in rows[1:]:
-        total += row
-    return total / len(rows)
+    tensor = tensor if isinstance(tensor, Tensor) else torch.tensor(tensor, device="cpu")
+    rows = gather_across_ranks(tensor.detach(), mesh)
+    return sum(rows[1:], rows[0]) / len(rows)
 
 
 def unexpanded(tensor: Tensor, strides: Sequence[int]) -> Tensor:

@@ -196,10 +196,15 @@ class Landing:
             self._tails += [bucket] * (bucket.updates_all and bucket.layout.world_size > 1)
         self._under_way.clear()
 
-    def finish_before(self) -> None:
-        """Finish the reduction before: buffers are free, and what is kept on the host goes there."""
+    def finish_before(self, *, is_all: bool = False) -> None:
+        """Finish the reduction before: buffers are free, and what is kept on the host goes there.
+
+        Args:
+            is_all: whether sums over replicas are finished, too, which may stay under way beside the next one.
+        """
         self.finish()
-        self._reducing.advance()
+        for _ in range(1 + is_all):
+            self._reducing.advance()
         leaving, self._leaving = self._leaving, []
         if leaving:
             self._clock.wait("reductions", self._reduced_s)
@@ -216,8 +221,7 @@ class Landing:
         self._later.clear()
         works = [(kind, nbytes, axis) for (kind, axis), nbytes in sums.items()]
         self._reduced_s = self._clock.collect("reduce", "gradients", works) if works else self._reduced_s
-        self.finish_before()
-        self._reducing.advance()
+        self.finish_before(is_all=True)
         self._clock.wait("reductions", self._reduced_s)
         for bucket in sorted(self._tails, key=lambda bucket: bucket.number):
             self._clock.note("wait", bucket.unit)

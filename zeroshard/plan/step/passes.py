@@ -1,4 +1,4 @@
-"""A forward or a backward of a simulated rank: the model's instructions, between the actions of a steady pass.
+"""A forward or a backward of a simulated rank: the model's instructions, between the actions of a pass.
 
 Owns the units that are whole, and the tensors of the model. It must not know how actions follow from marks
 (`table/step.py`) nor where gradients arrive (`landing.py`). Needs no torch.
@@ -103,8 +103,8 @@ class Passes:
     def _act(self, actions: Iterable[Action], steady: Steady, phase: Phase) -> None:
         for kind, unit in actions:
             spec = self._job.units[unit]
-            if kind == "gather" and steady.is_agreed:
-                self.landing.finish_before()
+            if kind != "release" and steady.is_agreed:
+                self.landing.finish_before(is_all=True)
             if kind == "reduce":
                 self.landing.reduce(spec)
             elif kind == "release":

@@ -5,6 +5,7 @@ Owns the order of these parts; `passes.py` plays a pass, `updating.py` the updat
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import Final, NamedTuple, final
 
@@ -49,20 +50,22 @@ def make_film(job: Job, *, is_settled: bool = False) -> Film:
     Args:
         is_settled: whether pooled buffers of earlier steps are there, which takes two or three times the time.
     """
-    if not is_settled:
-        return _Rank(job).step()
-    return make_films(job)[1] if job.wire.keeps_buffers else _settled(job, _Rank(job))[1]
+    return _settled(job, is_first=job.wire.keeps_buffers)[1] if is_settled else _Rank(job).step()
 
 
 def make_films(job: Job) -> tuple[Film, Film]:
     """Simulate the first step, in which the optimizer makes its states, and a steady step in the pools that it left."""
     if job.wire.keeps_buffers:
-        return _settled(job, _Rank(job), is_first=True)
+        return _settled(job, is_first=True)
     return _Rank(job).step(is_first=True), make_film(job, is_settled=True)
 
 
-def _settled(job: Job, rank: "_Rank", *, is_first: bool = False) -> tuple[Film, Film]:
-    """Simulate steps until one leaves the pools that it found; return the films of the first and the last of them."""
+def _settled(job: Job, *, is_first: bool) -> tuple[Film, Film]:
+    """Simulate steps until one leaves the pools that it found; return the films of the first and the last of them.
+
+    What continues after a step and the buffers of a pipe are taken over once: they do not add up.
+    """
+    rank = _Rank(job)
     first, left = rank.step(is_first=is_first), rank.left()
     if not is_first and not any(left):
         return first, first
@@ -87,20 +90,20 @@ class _Left(NamedTuple):
     free: Sequence[Border] = ()
 
 
-NOTHING: Final = _Left()
-
-
 @final
 class _Rank:
     """A rank in one step, after a step that left something or nothing."""
 
-    def __init__(self, job: Job, left: _Left = NOTHING) -> None:
+    def __init__(self, job: Job, left: _Left | None = None) -> None:
+        left = left or _Left()
         self._job, self._pooled = job, left.pooled
         self._clock = Clock(job.device, job.dtype, job.spans, job.seconds, job.system)
         self._unmade: dict[str, Sequence[tuple[str, int]]] = {}
         """What the first step has still to make and keep, by moment."""
-        self._agrees, self._known = False, set[tuple[int, PassPhase, bool]]()
+        self._agrees, self._known = False, set[tuple[int, PassPhase, bool, frozenset[int]]]()
         """Whether ranks agree on each request in the first pass of a kind, and the kinds that were played."""
+        self._agreed: dict[int, tuple[PassPhase, ...]] = {}
+        """By chunk, ("forward",) if the last forward was such a pass."""
         self._phases: list[Phase] = []
         self.storages = Storages(self._clock, keeps=job.wire.keeps_buffers, is_mapped=job.wire.is_in_place)
         self.elsewhere = Elsewhere(job, self._clock, self.storages, left.carried)
@@ -109,8 +112,7 @@ class _Rank:
 
     def left(self) -> _Left:
         """Return what the step leaves."""
-        free = () if self.place is None else self.place.free()
-        return _Left(sorted(self.storages.pooled()), self.elsewhere.carried(), free)
+        return _Left(sorted(self.storages.pooled()), self.elsewhere.carried(), self.place.free() if self.place else ())
 
     def before(self, *, is_first: bool) -> Sequence[Event]:
         """Take the memory that is in use when a step begins; return the events of that memory."""
@@ -206,12 +208,9 @@ class _Rank:
             totals[key] += max(0, job.micro_batches - count) * each
         sent = {name: int(nbytes) for (part, name), nbytes in totals.items() if part == "sent" and nbytes}
         busy_s = {name: value for (part, name), value in totals.items() if part == "busy" and value}
+        lists = tuple(before), tuple(self.storages.events), tuple(clock.lanes), tuple(self._phases), tuple(clock.ticks)
         return Film(
-            tuple(before),
-            tuple(self.storages.events),
-            tuple(clock.lanes),
-            tuple(self._phases),
-            tuple(clock.ticks),
+            *lists,
             MappingProxyType(sent),
             totals["time", "step"],
             totals["time", "exposed"],
@@ -240,16 +239,19 @@ class _Rank:
             job: that has its script.
             chunk: of a place of a pipe.
         """
-        kind = chunk, phase, is_reduced and phase == "backward"
-        is_agreed = self._agrees and kind not in self._known
+        told, start_s, place = job.told, self._clock.now_s, PHASES.index(phase)
+        make = partial(steady_passes, job.units, told.uses, is_reduced=is_reduced, is_first=is_first)
+        agreed = self._agreed.get(chunk, ()) * place  # that of the forward before
+        passes = make(agreed=agreed)
+        kind = chunk, phase, is_reduced and phase == "backward", passes[place].record.carried
+        if self._agrees and kind not in self._known:
+            passes = make(agreed=(agreed := (*agreed, phase)))
         self._known.add(kind)
-        told, start_s = job.told, self._clock.now_s
-        passes = steady_passes(job.units, told.uses, is_reduced=is_reduced, is_first=is_first, is_agreed=is_agreed)
         self._make_kept(phase)
+        self._passes.play((told.forward, told.backward)[place], passes[place], phase)
         if phase == "forward":
-            self._passes.play(told.forward, passes[0], phase)
+            self._agreed[chunk] = agreed
         else:
-            self._passes.play(told.backward, passes[1], phase)
             self._passes.landing.end_pass()
         self._phases.append(Phase(phase, start_s, self._clock.now_s))
 
