@@ -1,4 +1,4 @@
-"""Arguments that the public functions do not have, and what to write instead.
+"""Calls that the public functions do not take, and what to write instead.
 
 Owns the refusal of removed arguments, of those of other libraries, and of positional ones. `peers.py` has the names of
 other libraries. It must not know what the arguments mean.

@@ -282,7 +282,7 @@ def test_a_device_that_is_nearly_full_sees_retries(model: str, stage: int, is_se
     assert sum(plan.retries.by_step) > 0 and plan.retries.is_served is is_served
     # The layout of the second step serves the next ones.
     assert plan.retries.steady == 0 and plan.step_s == plan.film.step_s
-    said = "in the first steps, 0 in a steady step" if is_served else "out of memory in step"
+    said = "in the first steps, 0 in a steady step" if is_served else "out of memory in step 5"
     assert said in str(plan)
     assert plan.to_json()["memory"]["retries"]["is_served"] is is_served
 

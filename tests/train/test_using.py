@@ -143,7 +143,7 @@ def test_the_commands_print_what_the_functions_return(
         (["evaluate", "{run}"], "evaluate needs --data TEXT, --choices FILE.jsonl, or both"),
         (["evaluate", "{run}", "--data", "/nowhere"], "there is no file or folder '/nowhere'"),
         (["generate", "/nowhere"], "/nowhere is not the folder of a run"),
-        (["generate", "{run}s"], "there is no such folder; did you mean {run}?"),
+        (["generate", "{run}s"], "{run}s is not the folder of a run: this folder does not exist; did you mean {run}?"),
         (["plot", "/nowhere"], "/nowhere is not the folder of a run"),
         (["report", "/nowhere"], "/nowhere: there is no such file or folder; give runs/NAME"),
     ],

@@ -28,7 +28,6 @@ __all__ = [
     "hoist",
     "plain_marks",
     "replay",
-    "replay_each",
 ]
 
 ROOT = 0
@@ -211,28 +210,23 @@ def replay(record: Record, marks: Iterable[Mark]) -> list[Action]:
     Raises:
         ValueError: a mark requests a unit that is not in the record.
     """
-    return [action for actions in replay_each(record, marks) for action in actions]
-
-
-def replay_each(record: Record, marks: Iterable[Mark]) -> list[list[Action]]:
-    """Return the actions of each mark of a pass, as `replay` returns those of all marks."""
     marks = list(marks)
     landing = {unit for kind, unit in marks if kind == "land"}
     schedule = Schedule(record, lambda unit: unit not in landing)
-    found: list[list[Action]] = []
+    found: list[Action] = []
     for kind, unit in marks:
         match kind:
             case "need":
                 due = schedule.need(unit)
                 if due is None:
                     raise ValueError(f"unit {unit} is needed but not recorded; the record is {record.requests}.")
-                found.append(due)
+                found += due
             case "leave":
-                found.append(schedule.leave(unit))
+                found += schedule.leave(unit)
             case "land":
-                found.append(schedule.land(unit))
+                found += schedule.land(unit)
             case "close":
-                found.append(schedule.close())
+                found += schedule.close()
     return found
 
 

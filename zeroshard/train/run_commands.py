@@ -131,7 +131,7 @@ def _on_ranks(run: Path, ranks: int, stage: int, fail: Fail, use: Callable[["Loa
         with suppress(OSError):
             others = os.listdir(run.parent)
         near = "".join(f"; did you mean {run.with_name(one)}?" for one in get_close_matches(run.name, others, 1))
-        fail(f"{run} is not the folder of a run: there is no such folder{near}")
+        fail(f"{run} is not the folder of a run: this folder does not exist{near}")
     from zeroshard.train.using import check_run, load_run
 
     try:
