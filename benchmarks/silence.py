@@ -348,10 +348,18 @@ def judge_flips(kind: type[Ours] | type[Theirs], count: int = 200) -> Outcome:
     return Outcome("silent" if any(silent) else "error", f"{detail}, the rest were errors")
 
 
-def save_twice(kind: type[Ours] | type[Theirs], path: str, seconds: float) -> None:
-    """Save a job, change all of it, and save it again; rank 1 is killed meanwhile. Runs on a rank."""
+def save_twice(kind: type[Ours] | type[Theirs], path: str, part: float) -> None:
+    """Save a job three times, the last time all of it changed; rank 1 is killed meanwhile. Runs on a rank.
+
+    Args:
+        part: when it is killed, as a part of the time that the save before took.
+    """
     job = make(kind, Fault())
+    job.save(f"{path}0")
+    dist.barrier()
+    begin_s = time.monotonic()
     job.save(path)
+    took_s = time.monotonic() - begin_s
     rank = dist.get_rank()
     with torch.no_grad():
         # The optimizer's entries are this rank's parts of the parameters, in both.
@@ -361,7 +369,7 @@ def save_twice(kind: type[Ours] | type[Theirs], path: str, seconds: float) -> No
         job.zero._engine.masters_changed()
     dist.barrier()
     if rank == 1:
-        threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        threading.Timer(part * took_s, os.kill, (os.getpid(), signal.SIGKILL)).start()
     job.save(kind.second(path))
     time.sleep(2.0)
 
@@ -375,14 +383,14 @@ def read_back(kind: type[Ours] | type[Theirs], path: str) -> dict[str, Tensor]:
 
 
 def judge_killed_saves(kind: type[Ours] | type[Theirs], count: int = 12) -> Outcome:
-    """Kill rank 1 while it saves a second time, and load what is the newest checkpoint then."""
+    """Kill rank 1 while it saves once more, and load what is the newest checkpoint then."""
     old = mixed = lost = new = 0
     draw = random.Random(2)
     for _ in range(count):
         with tempfile.TemporaryDirectory() as folder:
             path = f"{folder}/step-1"
             with contextlib.suppress(RankFailure):
-                run_ranks(save_twice, WORLD, kind, path, draw.uniform(0.0, 0.04), grace_s=0.5)
+                run_ranks(save_twice, WORLD, kind, path, draw.uniform(0.0, 1.5), grace_s=0.5)
             try:
                 values = torch.cat([v.reshape(-1) for v in run_ranks(read_back, WORLD, kind, path)[0].values()])
             except RankFailure:

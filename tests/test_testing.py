@@ -203,6 +203,18 @@ def test_a_hang_is_killed_and_reported_with_its_stack() -> None:
     assert e.value.results == {0: 0}
 
 
+def test_a_process_that_ends_as_its_stack_is_asked_for_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    def kill(pid: int, number: int) -> None:
+        real_kill(pid, signal.SIGKILL)
+        raise ProcessLookupError(number)
+
+    real_kill = os.kill
+    monkeypatch.setattr("zeroshard.testing.os.kill", kill)
+    with pytest.raises(RankFailure) as e:
+        run_ranks(hang_on, 2, 1, timeout_s=4.0)
+    assert list(e.value.errors) == [1] and e.value.results == {0: 0}
+
+
 def test_the_others_get_a_grace_period_after_a_failure() -> None:
     begin_s = time.monotonic()
     with pytest.raises(RankFailure) as e:

@@ -18,6 +18,7 @@ Note: by value
     module sends the bytes; tensors arrive contiguous on the CPU (parameters as plain parameters).
 """
 
+import contextlib
 import dataclasses
 import faulthandler
 import gc
@@ -284,7 +285,8 @@ def _unfinished(ranks: Sequence[_Rank], reason: str, results: dict[int, Any]) ->
     for rank in ranks:
         # A process without the file has not installed the handler, and the signal would end it.
         if os.path.exists(rank.place.stack_path) and rank.process.pid is not None and rank.process.exitcode is None:
-            os.kill(rank.process.pid, signal.SIGUSR1)
+            with contextlib.suppress(ProcessLookupError):  # it has ended, and the fork server has not said so yet
+                os.kill(rank.process.pid, signal.SIGUSR1)
     if ranks:
         time.sleep(_STACK_DUMP_S)
     errors: dict[int, RankError] = {}
