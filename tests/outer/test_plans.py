@@ -1,5 +1,7 @@
 """Plans of islands: the bytes that a run counts, of memory and over the axis."""
 
+import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -7,7 +9,10 @@ import torch
 import torch.distributed as dist
 
 import zeroshard as zs
+from tests.outer.islands import mailbox, secret_in
 from tests.outer.plain import adamw, build, loss_of, mesh_of, nesterov
+from zeroshard.describe.exchanges import Foreseen
+from zeroshard.outer.mailbox_codec import Form
 from zeroshard.plan.machine.profiles import host_device
 from zeroshard.testing import run_ranks
 
@@ -51,3 +56,68 @@ def test_a_plan_has_the_anchors_and_the_bytes_of_a_run(islands: int, outer: dict
             assert held.get(column, 0) == found[0][0].get(column, 0), (stage, column)
         assert plan.outer.sent_bytes == found[0][1], stage
         assert plan.outer.islands == islands
+
+
+def _measured_alone(stage: int, bits: int, address: str, secret: str) -> dict[str, int]:
+    """Train an island that is a launch of its own, until it has put and taken; return what this rank holds."""
+    model = build(torch.float32)
+    optimizer = adamw(model.parameters())
+    outer = zs.Outer(every=2, bits=bits, address=address, secret_file=secret, island="a", islands=1)  # type: ignore[arg-type]
+    zero = zs.shard(model, optimizer, stage=stage, outer=outer)
+    for step in range(2):
+        loss_of(model, step, dist.get_rank(), torch.float32).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return dict(zero.memory().resident_bytes)
+
+
+@pytest.mark.parametrize("bits", [32, 8])
+def test_a_plan_has_the_anchors_and_the_changes_of_an_island_of_its_own(tmp_path: Path, bits: int) -> None:
+    told = {"bits": bits, "secret_file": "secret", "island": "a"}
+    for stage in (0, 1, 3):
+        with mailbox(tmp_path / str(stage)) as box:
+            found = run_ranks(_measured_alone, 2, stage, bits, box.address, str(secret_in(tmp_path)))
+        plan = zs.plan(
+            build(torch.float32),
+            world_size=2,
+            device=host_device(),
+            inputs=[torch.zeros(4, 5, device="meta")],
+            loss=lambda output: output.square().mean(),
+            stage=stage,
+            precision="fp32",
+            outer=zs.Outer(every=2, address="h:1", islands=3, staleness=4, **told),  # type: ignore[arg-type]
+        )
+        for rank in plan.ranks:
+            held = {**rank.resident_bytes, **rank.elsewhere_bytes}
+            for column in ("states", "host"):
+                assert {held.get(column, 0)} <= {one.get(column, 0) for one in found}, (stage, column)
+        assert plan.outer.sent_bytes == Form(bits, "<f4").nbytes(sum(p.numel() for p in build().parameters())) or stage
+        assert "to the mailbox and takes 2 times as many" in str(plan)
+        assert "staleness           4: beside an island of half its speed, this one waits for it after" in str(plan)
+
+
+def test_paces_are_those_of_a_simulation_of_steps() -> None:
+    """Islands step by step: one of them may lead the slowest by so many exchanges."""
+    for staleness, speeds in ((0, (1.0, 0.5)), (2, (1.0, 0.25, 0.5)), (4, (2.0, 1.0)), (None, (1.0, 0.5))):
+        planned = Foreseen(len(speeds), every=5, staleness=staleness, is_alone=True).paces(0.1, speeds)
+        ready_s = [0.1 / speed for speed in speeds]
+        steps, puts, late = [0] * len(speeds), [0] * len(speeds), [0] * len(speeds)
+        waited_s = [math.inf] * len(speeds)
+        for tick in range(1, 4001):
+            at_s = tick * 0.025
+            for island, speed in enumerate(speeds):
+                if at_s < ready_s[island] - 1e-9:
+                    continue
+                if steps[island] % 5 == 4:
+                    puts[island] = steps[island] // 5 + 1
+                if staleness is not None and puts[island] - min(puts) > staleness:
+                    waited_s[island] = min(waited_s[island], at_s)
+                    continue
+                steps[island] += 1
+                late[island] += at_s > 50
+                ready_s[island] = max(at_s, ready_s[island]) + 0.1 / speed
+        for (begin_s, rate), first_s, made in zip(planned, waited_s, late, strict=True):
+            assert made / 50 == pytest.approx(rate, rel=0.03)
+            assert first_s == pytest.approx(begin_s, abs=2 * 5 * 0.1 / min(speeds))
+    with pytest.raises(ValueError, match="above 0"):
+        Foreseen().paces(0.1, [1.0, 0.0])

@@ -10,7 +10,6 @@ from types import MappingProxyType
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 from torch import nn
 

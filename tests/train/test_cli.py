@@ -135,7 +135,25 @@ def test_dry_run_prints_the_plan_as_comments(monkeypatch, capsys, tmp_path):
         (["--log-to", "tensorbaord"], "zeroshard: run.log_to='tensorbaord': there is no tracker 'tensorbaord'"),
         (["--lora", "rank=4"], "zeroshard: model.lora=rank=4 is for models of transformers: give --model hf:DIR"),
         (["--replicas", "3"], "zeroshard: run.replicas=3 does not divide run.ranks=2"),
-        (["--outer", "50", "--staleness", "4"], "zeroshard: run.staleness=4 needs the address of a mailbox"),
+        (["--outer", "50", "--staleness", "4"], "zeroshard: run.staleness=4 needs run.mailbox, the address"),
+        (["--mailbox", "h:1"], "zeroshard: run.mailbox=h:1 needs run.outer, the steps between exchanges"),
+        (["--mailbox", "h:1", "--outer", "5"], "zeroshard: run.mailbox=h:1 needs run.secret_file"),
+        (
+            ["--mailbox", "h:1", "--outer", "5", "--secret-file", "s", "--island", "3/2"],
+            "zeroshard: run.island='3/2': with run.mailbox, give the number of this island",
+        ),
+        (
+            ["--mailbox", "h:1", "--outer", "5", "--secret-file", "s", "--island", "1/2", "--replicas", "2"],
+            "zeroshard: run.replicas=2 with run.mailbox",
+        ),
+        (
+            ["--mailbox", "h:1", "--outer", "5", "--secret-file", "/nowhere", "--island", "1/2"],
+            "zeroshard: run.secret_file: there is no file '/nowhere'",
+        ),
+        (
+            ["--mailbox", "h", "--outer", "5", "--secret-file", "/nowhere", "--island", "1/2"],
+            "zeroshard: run.mailbox: ",
+        ),
         (["--outer", "50", "--ranks", "1"], "zeroshard: run.outer=50 needs at least two islands"),
         (["hf:models/llama"], "zeroshard: a model is an option: write --model hf:models/llama"),
         (["--weight-decay", "0.1"], "zeroshard: No such option: --weight-decay"),

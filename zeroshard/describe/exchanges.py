@@ -3,11 +3,12 @@
 Owns that arithmetic, which `outer/` follows with tensors. A `zs.Outer` is known by its attributes, as a DeviceMesh is.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, final
 
-from zeroshard.table.spec import UnitSpec, itemsize, message_of
+from zeroshard.table.spec import BucketSpec, UnitSpec, itemsize, message_of
 
 __all__ = ["Foreseen", "WITHOUT", "foresee"]
 
@@ -28,6 +29,9 @@ class Foreseen:
         sent_bytes: by the rank in an exchange of all parameters.
         exchange_s: seconds of that exchange.
         every, delay, fragments: as in `zs.Outer`.
+        local_s: the part of `exchange_s` in which nothing can be trained.
+        staleness: of islands that are launches of their own, as in `zs.Outer`; else 0.
+        is_alone: whether this launch is one island.
     """
 
     islands: int = 1
@@ -39,14 +43,46 @@ class Foreseen:
     every: int = 1
     delay: int = 0
     fragments: int = 1
+    local_s: float = 0.0
+    staleness: int | None = 0
+    is_alone: bool = False
 
     def exposed_s(self, step_s: float) -> float:
-        """Return the seconds that a step waits for exchanges, on average.
+        """Return the seconds that a step waits for exchanges, on average, of islands of equal speed.
 
         Args:
             step_s: seconds of a step between exchanges.
         """
-        return max(0.0, self.exchange_s - self.fragments * self.delay * step_s) / self.every
+        if self.staleness is None:
+            return self.local_s / self.every
+        overlapped = self.staleness * self.every if self.is_alone else self.fragments * self.delay
+        return max(self.local_s, self.exchange_s - overlapped * step_s) / self.every
+
+    def paces(self, step_s: float, speeds: Sequence[float]) -> list[tuple[float, float]]:
+        """Return for each island when it begins to wait for the slowest one, and its steps per second from then on.
+
+        Before, each makes `speed / step_s` steps per second. An island that never waits has `inf` seconds.
+
+        Args:
+            step_s: seconds of a step of an island of speed 1.
+            speeds: of the islands, above 0.
+
+        Raises:
+            ValueError: a speed is not above 0.
+
+        >>> from zeroshard.describe.exchanges import Foreseen
+        >>> Foreseen(2, every=50, staleness=4, is_alone=True).paces(0.1, [1.0, 0.5])
+        [(40.0, 5.0), (inf, 5.0)]
+        """
+        if not speeds or min(speeds) <= 0:
+            raise ValueError(f"speeds must be numbers above 0, one for each island; got {list(speeds)}.")
+        rates = [speed / step_s for speed in speeds]
+        slowest, lead = min(rates), self.staleness
+        found = []
+        for rate in rates:
+            waits = lead is not None and rate > slowest
+            found.append((lead * self.every / (rate - slowest), slowest) if waits else (math.inf, rate))  # type: ignore[operator]
+        return found
 
     def to_json(self, step_s: float) -> Mapping[str, int | float | str]:
         """Return everything as JSON values; see `exposed_s`."""
@@ -57,11 +93,17 @@ class Foreseen:
         if self.islands == 1:
             return []
         waits = f"{1e3 * self.exposed_s(step_s):,.1f} ms of each step wait for it"
-        return [
-            f"exchanges           every {self.every} steps each rank sends {self.sent_bytes / 1e6:,.1f} MB to other "
-            f"islands, in {1e3 * self.exchange_s:,.1f} ms; {waits}",
+        to = f"to the mailbox and takes {self.islands - 1} times as many" if self.is_alone else "to other islands"
+        lines = [
+            f"exchanges           every {self.every} steps each rank sends {self.sent_bytes / 1e6:,.1f} MB {to}, in "
+            f"{1e3 * self.exchange_s:,.1f} ms; {waits}",
             f"anchors             {self.kept_bytes / 2**30:.2f} GiB with their states, on the {self.memory}",
         ]
+        if self.is_alone:
+            begin_s, _ = self.paces(step_s, (1.0, 0.5))[0]
+            when = "never waits" if math.isinf(begin_s) else f"waits for it after {begin_s:,.1f} s"
+            lines.append(f"staleness           {self.staleness}: beside an island of half its speed, this one {when}")
+        return lines
 
 
 WITHOUT: Final = Foreseen()
@@ -84,6 +126,8 @@ def foresee(outer: Any, islands: int, units: Sequence[UnitSpec], device: Any, st
         return WITHOUT
     trained = [[bucket for bucket in unit.buckets if bucket.is_reduced] for unit in units]
     trained = [buckets for buckets in trained if buckets]
+    if outer.is_alone:
+        return _foresee_alone(outer, [bucket for buckets in trained for bucket in buckets], device, stride)
     sizes = [sum(bucket.layout.full_numel for bucket in buckets) for buckets in trained]
     whole_bytes = sent_bytes = buffer_bytes = 0
     for fragment in outer.divided(trained, sizes):
@@ -103,3 +147,16 @@ def foresee(outer: Any, islands: int, units: Sequence[UnitSpec], device: Any, st
     took_s += PASSES * whole_bytes / (device.memory_bytes_per_s * device.memory_part)
     kept = kept_bytes, outer.cell.memory
     return Foreseen(islands, *kept, buffer_bytes, sent_bytes, took_s, outer.every, outer.delay, outer.fragments)
+
+
+def _foresee_alone(outer: Any, buckets: Sequence[BucketSpec], device: Any, stride: int) -> Foreseen:
+    """Return what a rank keeps, puts and takes of an island that is a launch of its own."""
+    dtype = max(("float32", *(bucket.formats.master for bucket in buckets)), key=itemsize)
+    numel = sum(bucket.layout.owned_numel(*bucket.states) for bucket in buckets)
+    count, held = message_of(outer.codec(dtype), numel)
+    whole_bytes, sent_bytes = numel * itemsize(dtype), count * itemsize(held)
+    # The mailbox has what all put, and each takes it from there, as in a ring.
+    local_s = device.host_s(PASSES * whole_bytes, min(stride, device.node_ranks))
+    took_s = local_s + device.collective_s("gather", sent_bytes * outer.islands, device.spread(outer.islands, stride))
+    shares = outer.every, outer.delay, outer.fragments, local_s, outer.staleness, True
+    return Foreseen(outer.islands, whole_bytes * outer.kept_per_element, "host", 0, sent_bytes, took_s, *shares)

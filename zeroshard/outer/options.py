@@ -145,18 +145,18 @@ class Outer:
         return [units[start:stop] for start, stop in pairwise([*balanced(sizes, self.fragments), len(units)])]
 
     def apart(self, asked: Any, world_size: int) -> tuple[Any, int]:
-        """Return what `mesh=` means on an island of one launch, and the number of islands, for a plan.
+        """Return what `mesh=` means on an island, and the number of islands of one launch, for a plan.
 
         Args:
             asked: the argument `mesh=`.
-            world_size: the ranks of all islands.
+            world_size: the ranks of all islands of the launch.
 
         Raises:
             TypeError, ValueError: an option is not supported, or the mesh has no islands.
         """
         self.check()
         if self.is_alone:
-            raise ValueError("Plans are of islands of one launch: leave out address= of outer=.")
+            return asked, 1
         found = split(asked, Mesh(0, world_size, 0, torch.device("cpu")))
         return found.asked, found.across.world_size
 

@@ -36,6 +36,7 @@ def describe_start(run: Run) -> Start:
         mesh=f"{mesh.world_size} {'rank' if mesh.world_size == 1 else 'ranks'} on {mesh.device.type}"
         + f", {run.config.run.replicas} {'islands' if run.config.run.outer else 'copies of the sharded state'}"
         * (run.config.run.replicas > 1)
+        + f", island {run.config.run.island} of {run.config.run.mailbox}" * bool(run.config.run.mailbox)
         + f", {run.config.run.tensor} of them split a layer" * (run.config.run.tensor > 1)
         + f", {run.config.run.pipe} places of a pipeline ({run.config.run.schedule})" * (run.config.run.pipe > 1),
         data=_name_data(run),

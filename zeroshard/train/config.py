@@ -17,7 +17,7 @@ from pydantic import ValidationError, model_validator
 from zeroshard.train.inputs import read_input
 from zeroshard.train.models.lora import check_lora
 from zeroshard.train.models.shape import GPTConfig
-from zeroshard.train.ranks import check_pipe, check_ranks, check_replicas, check_split
+from zeroshard.train.ranks import check_islands, check_pipe, check_ranks, check_replicas, check_split
 from zeroshard.train.settings import AUTO, GPT, HF, Checkpoint, Data, Model, Run, Section, Train, Zero
 from zeroshard.train.trackers import check_names
 
@@ -155,7 +155,7 @@ class Config(Section):
         micro_batches = self.run.micro_batches or (2 * self.run.pipe if self.run.pipe > 1 else 0)
         ranks = self.run.ranks or _count_devices() or _CPU_RANKS
         run = self.run.model_copy(update={"ranks": ranks, "micro_batches": micro_batches})
-        if run.outer and run.replicas == 1:
+        if run.has_islands and run.replicas == 1:
             run = run.model_copy(update={"replicas": ranks})
         return self.model_copy(update={"train": self.train.model_copy(update=derived), "run": run})
 
@@ -167,6 +167,7 @@ class Config(Section):
             treatments = "" if self.hf_folder else self.zero.residency or self.zero.activations
             check_split(tensor, self.train.optimizer, treatments, compiles=self.train.compile_blocks)
         check_pipe(resolved.train.batch, resolved.run, accumulation=accumulation)
+        check_islands(resolved.run)
         check_replicas(resolved.run)
         check_lora(self.model.lora, self.hf_folder, self.train.optimizer, resolved.run)
         check_names(self.run.log_to)

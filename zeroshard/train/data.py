@@ -4,7 +4,6 @@ Owns the order of the data. Must not know the text, the model, the engine or the
 size are plain arguments. Read `training_batch` first, then `heldout_batches`.
 
 Note: data order
-Note: data order
     The global batch of a step is a pure function of the seed and the step, and each rank reads a contiguous part.
     Therefore the data and their order are the same at any rank count, accumulation and stage, and any step can be
     repeated without the steps before it. If the ranks do not divide the batch, some ranks read one window more, and

@@ -205,7 +205,7 @@ def _step(
 
 def _agree(run: Run, value: bool, what: str) -> bool:
     """Return whether `value` is true on all ranks, of all islands. Collective: every rank must call."""
-    if not run.config.run.outer:
+    if not run.config.run.has_islands:
         return run.zero.agree(value, what)
     return bool(zs.mean_across_ranks(torch.tensor(float(value), device=run.mesh.device)) == 1.0)
 
@@ -220,14 +220,16 @@ def _backward(run: Run) -> Tensor:
         The loss of this part in nats, 0-d; its mean over ranks is the loss of the global batch.
     """
     train, mesh = run.config.train, run.mesh
+    # Islands that are launches of their own read parts of a batch as large as all of theirs.
+    place, islands = run.config.run.place
     inputs, targets = training_batch(
         run.corpus.train,
         seed=run.config.run.seed,
         step=run.tally.steps,
-        batch=train.batch,
+        batch=train.batch * islands,
         context=run.config.model.context,
-        rank=run.reader,
-        world_size=run.readers,
+        rank=run.reader + place * run.readers,
+        world_size=run.readers * islands,
     )
     if run.pipe is not None:
         return run.pipe.step(inputs.to(mesh.device), targets.to(mesh.device))

@@ -4,10 +4,12 @@ Owns the texts of these errors. It must not know torch. `models/shape.py` and `m
 model's own sizes.
 """
 
+import re
 from typing import Any, Final
 
-__all__ = ["check_pipe", "check_ranks", "check_replicas", "check_split"]
+__all__ = ["check_islands", "check_pipe", "check_ranks", "check_replicas", "check_split"]
 
+_ISLAND: Final = re.compile(r"(\d{1,4})/(\d{1,4})")
 _WHOLE: Final = ("muon", "adafactor")
 """Optimizers that need whole matrices."""
 _PARTITIONED: Final = ("C2", "C4", "C5")
@@ -90,18 +92,42 @@ def check_pipe(batch: int, run: Any, *, accumulation: int) -> None:
         )
 
 
+def check_islands(run: Any) -> None:
+    """Raise ValueError if this launch is to be an island of a mailbox, and something is missing or does not fit.
+
+    Args:
+        run: the section `run` of the settings, resolved.
+    """
+    if not run.mailbox:
+        for name in ("staleness", "secret_file", "island"):
+            if value := getattr(run, name):
+                raise ValueError(
+                    f"run.{name}={value} needs run.mailbox, the address of a mailbox for islands that are launches of "
+                    "their own (docs/mailbox.md)"
+                )
+        return
+    if not run.outer:
+        raise ValueError(f"run.mailbox={run.mailbox} needs run.outer, the steps between exchanges, such as 50")
+    if not run.secret_file:
+        raise ValueError(f"run.mailbox={run.mailbox} needs run.secret_file, the secret that the mailbox has, too")
+    found = _ISLAND.fullmatch(run.island)
+    if found is None or not 1 <= int(found[1]) <= int(found[2]):
+        raise ValueError(
+            f"run.island={run.island!r}: with run.mailbox, give the number of this island and how many islands there "
+            "are at the start, such as 1/2"
+        )
+    for name in ("replicas", "tensor", "pipe"):
+        if (value := getattr(run, name)) > 1:
+            raise ValueError(f"run.{name}={value} with run.mailbox: an island of a mailbox has the axis 'shard' alone")
+
+
 def check_replicas(run: Any) -> None:
     """Raise ValueError if the ranks cannot be divided over the replicas.
 
     Args:
         run: the section `run` of the settings, resolved.
     """
-    if run.staleness:
-        raise ValueError(
-            f"run.staleness={run.staleness} needs the address of a mailbox, for islands of launches of their own; "
-            "in a program of yours, write zs.shard(outer=zs.Outer(address=, staleness=)) (docs/mailbox.md)"
-        )
-    if run.outer and run.replicas == 1:
+    if run.has_islands and run.replicas == 1:
         raise ValueError(f"run.outer={run.outer} needs at least two islands; set run.ranks to 2 or more")
     if run.replicas == 1:
         return

@@ -68,12 +68,19 @@ def prepare(config: Config) -> Tokenizer:
 
 
 def check_paths(config: Config) -> None:
-    """Raise ValueError if the model's folder, the tokenizer or the text of the settings does not exist."""
+    """Raise ValueError if the model's folder, the tokenizer or the text does not exist, or a secret cannot be read."""
     if config.hf_folder:
         check_folder(config.hf_folder)
     if config.data.tokenizer and not Path(config.data.tokenizer).exists():
         load_tokenizer(config.data.tokenizer)
     open_source(config.data.path, config.data.column)
+    if outer := outer_of(config):
+        try:
+            outer.check()
+        except ValueError as error:
+            raise ValueError(f"run.mailbox: {error}") from None
+        if config.run.mailbox and not Path(config.run.secret_file).is_file():
+            raise ValueError(f"run.secret_file: there is no file {config.run.secret_file!r}")
 
 
 def check_equal(config: Config, mesh: zs.Mesh) -> None:
@@ -148,7 +155,7 @@ class Run:
             copies = {name: config.run.replicas} if config.run.replicas > 1 else {"mesh": self.axes}
             self.zero = zs.shard(self.model, self.optimizer, **copies, outer=outer, **options)
         # Islands read other parts of a batch, and are not on each other's meshes.
-        domain = mesh if config.run.outer else self.zero.mesh
+        domain = mesh if config.run.has_islands else self.zero.mesh
         readers = domain.data_ranks
         self.reader, self.readers = readers.index(domain.rank), len(readers)
         if self.axes is not None:
@@ -166,7 +173,8 @@ class Run:
 
     def meets(self, step: int) -> bool:
         """Return whether all ranks may wait for each other after a step: islands do so when they exchange."""
-        return not self.config.run.outer or step % self.config.run.outer == 0 or step == self.config.train.steps
+        run = self.config.run
+        return not run.has_islands or step % run.outer == 0 or step == self.config.train.steps
 
     def factor(self, step: int) -> float:
         """Return the factor of the maximum learning rate at a step, counted from 0."""
@@ -181,7 +189,15 @@ class Run:
 
 def outer_of(config: Config) -> zs.Outer | None:
     """Return how the islands of a run exchange; None without islands."""
-    return zs.Outer(every=config.run.outer, bits=config.run.outer_bits) if config.run.outer else None
+    run = config.run
+    if not run.outer:
+        return None
+    place, islands = run.place
+    alone: dict[str, Any] = {}
+    if run.mailbox:
+        alone = {"address": run.mailbox, "secret_file": run.secret_file, "island": str(place + 1), "islands": islands}
+        alone["staleness"] = None if run.staleness == "none" else run.staleness
+    return zs.Outer(every=run.outer, bits=run.outer_bits, **alone)
 
 
 def _compile_blocks(model: torch.nn.Module) -> None:

@@ -189,7 +189,15 @@ class Run(Section):
         description="steps between exchanges of islands: run.replicas, or all ranks; 0 to sum gradients in each step",
     )
     outer_bits: Literal[32, 8, 4] = Field(default=32, description="of an element in exchanges, with run.outer")
-    staleness: int = Field(default=0, ge=0, description="of islands that are launches of their own: zs.Outer only")
+    mailbox: str = Field(
+        default="",
+        description="host:port of `zeroshard outer --serve`: with run.outer, this launch is one of several islands",
+    )
+    secret_file: str = Field(default="", description="secret of run.mailbox")
+    island: str = Field(default="", description="with run.mailbox, number of this island of all, such as 1/2")
+    staleness: Annotated[int, Field(ge=0)] | Literal["none"] = Field(
+        default=0, description="exchanges that an island of run.mailbox may lead; none never waits"
+    )
     tensor: int = Field(
         default=1, ge=1, description="ranks that split each layer (tensor parallelism) and read the same batches"
     )
@@ -205,3 +213,14 @@ class Run(Section):
     prompt: str = Field(default="The ", min_length=1, description="prompt of the sample")
     sample_bytes: int = Field(default=400, ge=0, description="bytes of the sample; 0 for none")
     temperature: float = Field(default=0.7, ge=0, description="temperature of the sample; lower is likelier text")
+
+    @property
+    def has_islands(self) -> bool:
+        """Whether the ranks of this launch are several islands."""
+        return bool(self.outer) and not self.mailbox
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """The number of this launch among islands, from 0, and how many there are: (0, 1) without a mailbox."""
+        number, _, islands = (self.island or "1/1").partition("/")
+        return int(number) - 1, int(islands)

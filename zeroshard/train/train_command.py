@@ -149,8 +149,15 @@ def add_commands(app: "typer.Typer", show: Print, fail: Callable[..., NoReturn],
             int | None, option("run.outer", "The copies are islands, which exchange every so many steps.", zero_)
         ] = None,
         outer_bits: Annotated[int | None, option("run.outer_bits", "Bits of an exchanged element.", zero_)] = None,
+        mailbox: Annotated[
+            str | None, option("run.mailbox", "host:port: this launch is one island of several.", zero_)
+        ] = None,
+        secret_file: Annotated[str | None, option("run.secret_file", "With --mailbox: its secret.", zero_)] = None,
+        island: Annotated[
+            str | None, option("run.island", "With --mailbox: which island of how many, 1/2.", zero_)
+        ] = None,
         staleness: Annotated[
-            int | None, option("run.staleness", "Exchanges that a launch may lead: docs/mailbox.md.", zero_)
+            str | None, option("run.staleness", "With --mailbox: exchanges that it may lead; none never waits.", zero_)
         ] = None,
         tensor: Annotated[
             int | None, option("run.tensor", "Ranks that split each layer: tensor parallelism.", zero_)
@@ -215,6 +222,9 @@ def add_commands(app: "typer.Typer", show: Print, fail: Callable[..., NoReturn],
             "run.replicas": replicas,
             "run.outer": outer,
             "run.outer_bits": outer_bits,
+            "run.mailbox": mailbox,
+            "run.secret_file": secret_file,
+            "run.island": island,
             "run.staleness": staleness,
             "run.tensor": tensor,
             "run.pipe": pipe,
