@@ -105,6 +105,17 @@ def test_curves_without_numbers_are_left_out(open_page: Open) -> None:
     assert texts(opened, "#overview h4") == ["Loss, nats per token"]
 
 
+def test_runs_of_the_same_time_have_their_clocks(open_page: Open) -> None:
+    curves = [
+        {"run": run, "step": [1, 2], "loss": [5.5, 5.1], "clock_s": [at, at + 60.0]}
+        for run, at in (("a", 0.0), ("b", 7.0))
+    ]
+    opened = open_page({"version": 2, "title": "islands", "curves": curves, "walk": None})
+    assert texts(opened, "#overview h4") == ["Loss, nats per token", "Clock: seconds since the first step of all runs"]
+    points = opened.script("zeroshard.views.get('overview').charts[1].chart.series.map(({ points }) => points)")
+    assert points == [[[1, 0.0], [2, 60.0]], [[1, 7.0], [2, 67.0]]]
+
+
 def test_settings_that_differ_are_listed(open_page: Open, mixed: dict[str, Any]) -> None:
     opened = open_page(mixed)
     rows = [row.split("\t") for row in texts(opened, "#settings-run tbody tr")]

@@ -106,6 +106,19 @@ def test_a_run_has_losses_ranks_and_a_comparison(tmp_path: Path) -> None:
     assert not any("agree" in what for what in rows)
 
 
+@pytest.mark.parametrize(("begin_s", "clocks"), [(3.0, [[0.0, 2.0, 4.0], [3.0, 5.0, 7.0]]), (4.0, None)])
+def test_runs_of_the_same_time_have_one_clock(tmp_path: Path, begin_s: float, clocks: list[list[float]] | None) -> None:
+    """Islands that are launches of their own are runs of the same time; other runs have nothing to compare."""
+    for name, first_s in (("a", 1000.0), ("b", 1000.0 + begin_s)):
+        folder = tmp_path / name
+        folder.mkdir()
+        rows = [{"kind": "step", "step": n, "loss": 4.0, "time": first_s + 2.0 * (n - 1)} for n in (1, 2, 3)]
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = read_runs([tmp_path / "a", tmp_path / "b"])
+    check_page(data)
+    assert [one.get("clock_s") for one in data["curves"]] == (clocks or [None, None])
+
+
 def test_a_run_that_goes_on_has_curves_alone(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "under way", [5.5, 5.2], None)
     with (folder / "metrics.jsonl").open("a") as file:

@@ -63,7 +63,9 @@ def read_runs(folders: Sequence[str | Path]) -> PageData:
         raise ValueError("folders is empty: give at least one folder of a run, such as runs/NAME")
     runs = [(Path(folder), _read_summary(Path(folder))) for folder in folders]
     names = {path: _name(path, summary) for path, summary in runs}
-    curves = [_read_curves(folder, names[folder]) for folder, _ in runs]
+    read = [_read_curves(folder, names[folder]) for folder, _ in runs]
+    curves = [one for one, _ in read]
+    _set_clocks(curves, [times for _, times in read])
     data = PageData(
         version=VERSION,
         title=", ".join(names.values()),
@@ -168,12 +170,26 @@ def _is_finite(value: object) -> bool:
     return isinstance(value, float) and math.isfinite(value)
 
 
-def _read_curves(folder: Path, name: str) -> Curves:
-    """Read the records of a run, without an incomplete last line; a curve that no record has is left out."""
+def _set_clocks(curves: Sequence[Curves], times: Sequence[Sequence[float | None]]) -> None:
+    """Give runs that were made at the same time, such as islands, a common clock: seconds since the first step."""
+    spans = [[one for one in some if one is not None] for some in times]
+    if len(spans) < 2 or not all(spans) or max(map(min, spans)) >= min(map(max, spans)):
+        return
+    begin = min(map(min, spans))
+    for curve, some in zip(curves, times, strict=True):
+        curve["clock_s"] = [None if one is None else one - begin for one in some]
+
+
+def _read_curves(folder: Path, name: str) -> tuple[Curves, list[float | None]]:
+    """Read the records of a run, without an incomplete last line; a curve that no record has is left out.
+
+    Returns:
+        The curves, and the time of each step in seconds since the epoch.
+    """
     path = folder / "metrics.jsonl"
     if not path.exists():
         raise ValueError(f"{folder} has no run: {path.name} is missing; give the folder that zeroshard train wrote")
-    steps = dict[str, list[Any]]((key, []) for key in ("step", "loss", *_CURVES))
+    steps = dict[str, list[Any]]((key, []) for key in ("step", "loss", "time", *_CURVES))
     heldout = Heldout(step=[], loss=[])
     lines = read_text(path).split("\n")
     for number, line in enumerate(lines[:-1], 1):
@@ -183,7 +199,7 @@ def _read_curves(folder: Path, name: str) -> Curves:
             if record["kind"] == "step":
                 steps["step"].append(int(record["step"]))
                 steps["loss"].append(_finite(record["loss"]))
-                for key in _CURVES:
+                for key in ("time", *_CURVES):
                     steps[key].append(_finite(record.get(key)))
                 if peaks := record.get("peak_bytes"):
                     steps["memory_bytes"][-1] = float(sum(peaks.values()))
@@ -194,7 +210,7 @@ def _read_curves(folder: Path, name: str) -> Curves:
     curves |= {key: steps[key] for key in _CURVES if any(value is not None for value in steps[key])}  # type: ignore[typeddict-item]
     if heldout["step"]:
         curves["heldout"] = heldout
-    return curves
+    return curves, steps["time"]
 
 
 def _finite(value: Any) -> float | None:

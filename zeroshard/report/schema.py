@@ -252,7 +252,7 @@ class Curves(TypedDict):
     """A run by step: columns of equal length, with None where a number is not finite.
 
     `loss` is in nats per token, `mfu` a part of the devices' peak. `memory_bytes` is of rank 0: the sum of the peaks of
-    its columns, without activations.
+    its columns, without activations. `clock_s` counts from the first step of all runs on the page, if these overlap.
     """
 
     run: str
@@ -263,6 +263,7 @@ class Curves(TypedDict):
     tokens_per_s: NotRequired[list[float | None]]
     mfu: NotRequired[list[float | None]]
     memory_bytes: NotRequired[list[float | None]]
+    clock_s: NotRequired[list[float | None]]
     heldout: NotRequired[Heldout]
 
 

@@ -4,7 +4,7 @@ import { pointsOf, runStyle, StepChart, stepsOf } from "./chart.js";
 import { columnColor, el, explain, legend, PALETTE, swatch, table } from "./dom.js";
 import { lossChart } from "./losses.js";
 import { KINDS, verdictBadge } from "./sources.js";
-import { binaryUnit, byteTicks, byteTickText, bytesText, countTickText, exactBytes, plainNumber, valueText } from "./units.js";
+import { binaryUnit, byteTicks, byteTickText, bytesText, countTickText, exactBytes, plainNumber, secondsText, valueText } from "./units.js";
 
 const STATES = { complete: "complete", interrupted: "interrupted", unfinished: "not finished" };
 const PART_COLORS = {
@@ -133,6 +133,7 @@ function chartsOf(curves, onmove) {
     chart("Learning rate", "learning_rate", rateText, { isFromZero: true }),
     chart("Norm of the gradients, before clipping", "grad_norm", rateText, { mayBeLog: true }),
     chart("Tokens per second, all ranks", "tokens_per_s", plainNumber, { tickName: countTickText, isFromZero: true }),
+    chart("Clock: seconds since the first step of all runs", "clock_s", secondsText, { isFromZero: true }),
     chart("Part of the devices' peak (MFU)", "mfu", (value) => `${(100 * value).toFixed(1)}%`, { isFromZero: true }),
     chart("State memory of rank 0: sum of its columns' peaks, without activations", "memory_bytes", bytesText, {
       tickName: byteTickText,
