@@ -396,6 +396,21 @@ def test_an_absent_mailbox_is_told(tmp_path: Path) -> None:
         open_mailbox(asked, arrays).enter(arrays.values)
 
 
+def test_a_join_that_waits_says_for_what(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("zeroshard.outer.island_post._QUIET_S", 0.1)
+    asked = IslandOptions("a", 1, address="127.0.0.1:1", secret_file=secret_in(tmp_path), arrive_s=2.0)
+    arrays = Arrays(np.zeros(5, "<f4"))
+    with pytest.raises(MailboxError, match="did not let it join in 2 s"):
+        open_mailbox(asked, arrays).enter(arrays.values)
+    told = [one.getMessage() for one in caplog.records if "does not let it join yet" in one.getMessage()]
+    assert len(told) == 1
+    assert told[0].startswith("island 'a', rank 0: the mailbox at 127.0.0.1:1") and told[0].endswith(
+        "It tries for 2 s."
+    )
+
+
 @pytest.mark.parametrize(
     ("change", "error", "text"),
     [

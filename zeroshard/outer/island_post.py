@@ -10,6 +10,7 @@ Note: two threads
 """
 
 import logging
+import math
 import random
 import threading
 import time
@@ -30,6 +31,8 @@ _LOG = logging.getLogger(__name__)
 _POLL_S: Final = 1.0
 _LEAST_PAUSE_S: Final = 0.1
 _MOST_PAUSE_S: Final = 2.0
+_QUIET_S: Final = 3.0
+"""How long a join may take before a warning says for what it waits."""
 
 
 @dataclass(frozen=True)
@@ -141,7 +144,7 @@ class Post:
             Refused: the island differs from the others, or its name is in use.
             MailboxError: there is no mailbox at the address.
         """
-        deadline_s = time.monotonic() + limit_s
+        deadline_s, told_s = time.monotonic() + limit_s, time.monotonic() + _QUIET_S
         while True:
             try:
                 with self._lines.use("join") as line:
@@ -157,6 +160,12 @@ class Post:
                     f"island '{self._name}', rank {self._rank}: the mailbox at {self._lines.address} did not let it "
                     f"join in {limit_s:g} s: {problem} To start one: zeroshard outer --serve --address "
                     f"{self._lines.address}"
+                )
+            if time.monotonic() > told_s:
+                told_s = math.inf
+                _LOG.warning(
+                    "island '%s', rank %d: the mailbox at %s does not let it join yet: %s It tries for %g s.",
+                    *(self._name, self._rank, self._lines.address, problem, limit_s),
                 )
             time.sleep(_LEAST_PAUSE_S if limit_s < 1.0 else 3 * _LEAST_PAUSE_S)
 
