@@ -275,8 +275,7 @@ def place_of(run: Run, place: int) -> Plan:
 def _bytes(run: Run, kind: str) -> float:
     """Return the peak of memory: what the run would take, if the plan says that the device has too little."""
     plan = place_of(run, 0)
-    reserved_bytes = plan.retries.reserved_bytes or plan.reserved_bytes
-    return {"reserved": reserved_bytes, "allocated": plan.peak_bytes}.get(kind, reserved_bytes + plan.outside_bytes)
+    return {"reserved": plan.reserved_bytes, "allocated": plan.peak_bytes}.get(kind, plan.total_bytes)
 
 
 def _fits(run: Run) -> bool:

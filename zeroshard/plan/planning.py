@@ -437,8 +437,10 @@ def _plan(
     """
     first, film = make_films(job)
     # The rules are those of the allocator of GPUs; that of a CPU keeps nothing.
-    steps = chain.from_iterable(_steps(first, film, probed_bytes=options.system.probed_bytes))
+    steps = chain.from_iterable(_steps(first, film, options))
     reserved_bytes = film.everywhere_bytes if options.device.is_cpu else simulate(steps, Rules()).peak_reserved_bytes
+    # What is left of it on this device after its retries.
+    reserved_bytes = (retries := _retries_of(first, film, reserved_bytes, options)).reserved_bytes or reserved_bytes
     alone = options.place_ranks - sum(count for _, count, _ in others)
     ranks = [
         _class_from(film, "rank 0" if alone == 1 else "each rank", alone, reserved_bytes),
@@ -462,7 +464,7 @@ def _plan(
         tuple(unit.numel for unit in job.units),
         sums.element_bytes_of(job),
         activations,
-        retries=_retries_of(first, film, reserved_bytes, options),
+        retries=retries,
         owned_bytes=tuple(owned_bytes(job.updates, options.shard_ranks)),
         moved=text_of(reached(job.units)),
         compute_dtype=sums.compute_dtype_of(job),
@@ -493,11 +495,10 @@ def _class_from(film: Film, title: str, count: int, reserved_bytes: int) -> Rank
 
 def _retries_of(first: Film, film: Film, reserved_bytes: int, options: Options) -> Retries:
     """Return the allocator's retries where the device has room for what is allocated, but not for what is reserved."""
-    room_bytes = options.device.memory_bytes - outside_bytes_of(options)
-    if options.device.is_cpu or not max(film.peak[0], first.peak[0]) <= room_bytes < reserved_bytes:
+    room = options.device.memory_bytes - outside_bytes_of(options)
+    if options.device.is_cpu or not max(film.peak[0], first.peak[0]) <= room < reserved_bytes:
         return NO_RETRIES
-    steps = _steps(first, film, SETTLED, probed_bytes=options.system.probed_bytes)
-    return play_steps(steps, Rules(device_bytes=room_bytes), options.device)
+    return play_steps(_steps(first, film, options, SETTLED), Rules(device_bytes=room), options.device)
 
 
 def _other_ranks(shape: Transformer, options: Options, job: Job, place: int) -> list[tuple[str, int, Job]]:
@@ -516,13 +517,12 @@ def _other_ranks(shape: Transformer, options: Options, job: Job, place: int) -> 
     ]
 
 
-def _steps(first: Film, film: Film, steady: int = 2, probed_bytes: int = 0) -> Iterator[Iterator[Call]]:
+def _steps(first: Film, film: Film, options: Options, steady: int = 2) -> Iterator[Iterator[Call]]:
     """Yield the allocator's calls of a first step and of some steady ones, over one set of what is resident.
 
-    Args:
-        probed_bytes: as in `System`; the segments go back to the driver when the model is there.
+    Segments that the system probes go back to the driver when the model is there.
     """
-    probes = [f"probe {number}" for number in range(probed_bytes >> 30)]
+    probes = [f"probe {number}" for number in range(options.system.probed_bytes >> 30)]
     taken = [*(Call(one, 1 << 30) for one in probes), *(Call(one, 0, action=Action.FREE) for one in probes)]
     emptied = [Call(one, 0, action=Action.EMPTY) for one in probes[:1]]
     yield chain(taken, calls_of(first.before), emptied, calls_of(first.events))

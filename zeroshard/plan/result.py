@@ -33,7 +33,8 @@ class RankClass:
         resident_bytes: between steps, by column.
         peak_bytes: peak of allocated bytes in a steady step.
         allocator_bytes: the same, of torch's allocator: without pages that the ranks of a host share.
-        reserved_bytes: peak of bytes reserved by torch's allocator, over a first and two steady steps.
+        reserved_bytes: peak of bytes reserved by torch's allocator, over a first and two steady steps; on a device that
+            has fewer, those that are reserved after its retries.
         elsewhere_bytes: between steps in other memories, by memory: "host" and "file".
     """
 
@@ -188,15 +189,13 @@ class Plan:
     @property
     def runs(self) -> bool:
         """Whether the device has enough memory, perhaps after retries of the allocator."""
-        is_served = bool(self.retries.by_step) and self.retries.is_served
-        return is_served or self.total_bytes <= self.asked.device.memory_bytes
+        return self.total_bytes <= self.asked.device.memory_bytes
 
     @property
     def verdict(self) -> Verdict:
         """The verdict: "fits" with a margin for the 90th percentile of known errors, "tight" without it, or "no"."""
         host_bytes = self.host_bytes * bool(self.film.host_peak_bytes)
-        reserved_bytes = self.retries.reserved_bytes or self.reserved_bytes
-        return verdict_of(reserved_bytes, self.outside_bytes, self.asked, host_bytes)
+        return verdict_of(self.reserved_bytes, self.outside_bytes, self.asked, host_bytes)
 
     # -- time -------------------------------------------------------------------------------------------------------
 
