@@ -11,8 +11,10 @@ Note: untrusted text
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping
+from io import TextIOWrapper
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, Final, NoReturn
@@ -49,6 +51,10 @@ COMMANDS: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
     }
 )
 """Each command with its heading in the help, and what it does."""
+_SHORT: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
+    {"learning_rate": ("--lr",), "batch": ("--batch-size",)}
+)
+"""Options of settings whose names differ from the setting's."""
 _DOCTOR_PATIENCE_S: Final = 10.0
 _MISTAKE: Final = 2
 """Exit status of an error in the user's input."""
@@ -62,12 +68,16 @@ def main() -> None:
         add_completion=False,
         no_args_is_help=True,
         pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
         help="Train PyTorch models that do not fit.",
         epilog="zeroshard COMMAND --help says more. Begin with: zeroshard train",
     )
     app.callback(invoke_without_command=True)(_options)
     # Whichever click typer has: the base of its errors.
     mistakes: type[Any] = next(one for one in typer.BadParameter.__mro__ if one.__name__ == "ClickException")
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):  # a character that an encoding lacks must not end a run
+            stream.reconfigure(errors="replace")
     try:
         _add(app, next((word for word in sys.argv[1:] if not word.startswith("-")), ""))
         sys.exit(app(standalone_mode=False))
@@ -81,6 +91,12 @@ def main() -> None:
             sys.exit(error.exit_code)
         hint = _hint(error)
         _fail(error.format_message().rstrip(".") + (f"; {hint}" if hint else ""), error.exit_code)
+    except Exception as error:
+        from zeroshard.watch.cause_file import VARIABLE, text_of  # imports torch
+
+        if "RANK" in os.environ or os.environ.get(VARIABLE) == "full" or {"--verbose", "-v"} & {*sys.argv}:
+            raise
+        _fail(f"{text_of(error, error.__traceback__)}\n--verbose or {VARIABLE}=full shows all frames.", 1)
 
 
 def _add(app: typer.Typer, wanted: str) -> None:
@@ -125,7 +141,11 @@ def _hint(error: Exception) -> str:
         name = full_name(asked.lstrip("-").replace("-", "_"))
     except ValueError:
         return "zeroshard train --list shows all settings"
-    return f"write {name.partition('.')[2]}=VALUE, without dashes"
+    key = name.partition(".")[2]
+    context: Any = getattr(error, "ctx", None)
+    known = {flag for one in context.command.params for flag in one.opts} if context is not None else set()
+    flag = next((one for one in (f"--{key.replace('_', '-')}", *_SHORT.get(key, ())) if one in known), "")
+    return f"write {flag} VALUE" if flag else f"write {key}=VALUE, without dashes"
 
 
 def tokenizer(
@@ -194,7 +214,9 @@ def report(
         _say(f"{write_page(data, out)}: written")
         if pictures is not None:
             _say("\n".join(str(path) for path in write_pictures(data, pictures)))
-    except (ValueError, TypeError, ImportError, OSError) as error:
+    except OSError as error:
+        _fail(f"{error.filename}: {error.strerror}" if error.filename else str(error))
+    except (ValueError, TypeError, ImportError) as error:
         _fail(str(error))
 
 

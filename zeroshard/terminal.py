@@ -8,6 +8,7 @@ import math
 import os
 import shlex
 import sys
+import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -27,6 +28,11 @@ _COLUMNS: Final = ("states", "gradients", "parameters", "padding", "transient")
 _PLAIN_WIDTH: Final = 100
 _WIDE: Final = 110
 """Columns of a terminal that shows progress in one line."""
+_INDENT: Final = 7
+"""Columns before the facts of a run."""
+_LEAST_WIDTH: Final = 20
+_COMMANDS: Final = ("next", "")
+"""Labels of facts that are commands."""
 _SPARK: Final = 40
 """Characters of the curve of the loss."""
 _BLOCKS: Final = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
@@ -34,18 +40,39 @@ _KEPT_IN_SAMPLE: Final = "\n\t\u00a0\u200c\u200d"
 """Unprintable characters that belong to text: ends of lines, tabs, spaces and joiners of writing systems."""
 
 
-class _Console(Console):
-    """Standard output, whose reader may end before the run does, as in `zeroshard train | head`."""
+class _Output:
+    """Standard output, whose reader may end before the run does (`zeroshard train | head`), or whose disk may be full.
 
-    def on_broken_pipe(self) -> None:
-        """Continue without output: a run must not be lost to it."""
-        self.quiet = True
-        _discard(sys.stdout)
+    A run must not be lost to either: it continues without output.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        """Write a text, or drop it."""
+        self._try(lambda: self._stream.write(text))
+        return len(text)
+
+    def flush(self) -> None:
+        """Write what is buffered, or drop it."""
+        self._try(self._stream.flush)
+
+    def _try(self, act: Callable[[], object]) -> None:
         try:
-            sys.stderr.write("zeroshard: standard output is closed; the run continues\n")
-            sys.stderr.flush()
-        except OSError:
-            _discard(sys.stderr)
+            act()
+        except OSError as error:
+            _discard(self._stream)
+            is_closed = isinstance(error, BrokenPipeError)
+            why = "is closed" if is_closed else f"cannot be written ({error.strerror})"
+            try:
+                sys.stderr.write(f"zeroshard: standard output {why}; the run continues\n")
+                sys.stderr.flush()
+            except OSError:
+                _discard(sys.stderr)
 
 
 def _discard(stream: TextIO) -> None:
@@ -68,7 +95,7 @@ class Terminal:
     """
 
     def __init__(self, *, log_every: int, console: Console | None = None, is_verbose: bool = False) -> None:
-        self._console = console or _Console(highlight=False)
+        self._console = console or Console(highlight=False, file=_Output(sys.stdout))  # type: ignore[arg-type]
         if not self._console.is_terminal:
             self._console.width = _PLAIN_WIDTH
         self._log_every, self._is_verbose = log_every, is_verbose
@@ -95,13 +122,22 @@ class Terminal:
         if start.changes:
             facts["new"] = "; ".join(start.changes)
         for label, fact in facts.items():
-            self._console.print(Text.assemble((f"{label:<6}", "bold"), f" {printable(fact)}"), soft_wrap=True)
+            self._tell(label, fact)
         if self._is_verbose:
             self._console.print(_residency_table(start))
         if self._console.is_terminal:
             self._progress = _make_progress(self._console)
             self._progress.start()
             self._progress.add_task("train", total=start.steps, completed=start.done, status="")
+
+    def _tell(self, label: str, fact: str) -> None:
+        """Print one fact; on a terminal the lines of a long one end between words, but commands stay whole."""
+        text = printable(fact)
+        if self._console.is_terminal and label not in _COMMANDS:
+            width = max(_LEAST_WIDTH, self._console.width - _INDENT)
+            lines = textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)
+            text = f"\n{' ' * _INDENT}".join(lines)
+        self._console.print(Text.assemble((f"{label:<{_INDENT - 1}}", "bold"), f" {text}"), soft_wrap=True)
 
     def stepped(self, record: StepRecord) -> None:
         """Move the bar, or print a line every `log_every` steps."""
@@ -154,7 +190,7 @@ class Terminal:
         if summary.profile:
             self._console.print(Text(printable(summary.profile)), soft_wrap=True)
         for label, fact in _result(summary, self._losses, self._folder).items():
-            self._console.print(Text.assemble((f"{label:<6}", "bold"), f" {printable(fact)}"), soft_wrap=True)
+            self._tell(label, fact)
 
 
 def _result(summary: Summary, losses: Sequence[float], folder: Path) -> Mapping[str, str]:
@@ -328,8 +364,10 @@ def _add_pair(
 
 
 def _minutes(seconds: float) -> str:
-    """Write a duration as minutes:seconds."""
-    return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
+    """Write a duration as minutes:seconds, or hours:minutes:seconds."""
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
 @contextmanager

@@ -37,18 +37,19 @@ def _main(monkeypatch, capsys, *arguments):
     return end.value.code or 0, written.out, written.err
 
 
-def _start(*command, cwd):
+def _start(*command, cwd, env=None, stdout=subprocess.PIPE):
     """Start a Python process that finds this repository and does not find torchrun's variables."""
     hidden = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_RUN_ID")
     environment = {key: value for key, value in os.environ.items() if key not in hidden}
-    environment["PYTHONPATH"] = str(ROOT)
+    environment |= {"PYTHONPATH": str(ROOT), **(env or {})}
     return subprocess.Popen(
         [sys.executable, *command],
         cwd=cwd,
         env=environment,
-        stdout=subprocess.PIPE,
+        stdout=stdout,
         stderr=subprocess.PIPE,
         text=True,
+        errors="replace",
     )
 
 
@@ -67,6 +68,8 @@ def _wait_for_steps(folder, count):
 def test_dry_run_prints_the_resolved_configuration(monkeypatch, capsys, tmp_path):
     path = tmp_path / "config.toml"
     path.write_text(TOML, "utf-8")
+    text = tmp_path / "text.txt"
+    text.write_text("Some text. " * 100, "utf-8")
     options = [
         "--config",
         str(path),
@@ -77,7 +80,7 @@ def test_dry_run_prints_the_resolved_configuration(monkeypatch, capsys, tmp_path
         "--stage",
         "2",
         "--data",
-        str(path),
+        str(text),
         "--name",
         "n",
     ]
@@ -91,11 +94,11 @@ def test_dry_run_prints_the_resolved_configuration(monkeypatch, capsys, tmp_path
     assert status == 0
     path.write_text(out, "utf-8")
     config = load_config(path)
-    assert (config.model.depth, config.run.ranks, config.zero.stage, config.data.path) == (3, 4, 2, str(path))
+    assert (config.model.depth, config.run.ranks, config.zero.stage, config.data.path) == (3, 4, 2, str(text))
     assert (config.run.name, config.train.steps, config.run.seed, config.zero.no_sync) == ("n", 9, 5, True)
     assert (config.run.profile_steps, config.train.compile_blocks) == (3, True)
     assert (config.train.clip, config.train.precision, config.model.source) == (0.5, "bf16", f"hf:{model}")
-    assert f"\n# data: {path}, {len(TOML)} bytes in 1 file(s)\n" in out
+    assert f"\n# data: {text}, 1,100 bytes in 1 file(s)\n" in out
     assert "# plan: none, since " in out
 
 
@@ -113,6 +116,50 @@ def test_dry_run_prints_the_plan_as_comments(monkeypatch, capsys, tmp_path):
     with_plan = load_config(path)
     path.write_text(settings, "utf-8")
     assert with_plan == load_config(path)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "has 0 bytes"),
+        (b"\xff\xfe" * 2000, "is not text in UTF-8"),
+        (b"short", "has 5 bytes; with model.context=128"),
+    ],
+)
+def test_a_dry_run_reads_the_text(content, message, monkeypatch, capsys, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_bytes(content)
+    status, _, err = _main(monkeypatch, capsys, "train", "--data", str(text), "--ranks", "1", "--dry-run")
+    assert status == 2 and "zeroshard: data.path: " in err and message in err
+
+
+@pytest.mark.parametrize("name", ["latin-1", "ascii"])
+def test_output_of_any_encoding_is_written(name, tmp_path):
+    """A character that the encoding lacks is replaced, and the run ends well."""
+    settings = ["--depth", "1", "--context", "16", "--steps", "2", "--ranks", "1", "run.sample_bytes=40"]
+    run = _start("-m", "zeroshard", "train", *settings, cwd=tmp_path, env={"PYTHONIOENCODING": name})
+    out, err = run.communicate(timeout=120)
+    assert run.returncode == 0, err
+    assert "score " in out and "next   zeroshard generate" in out
+
+
+def test_a_full_disk_below_the_output_does_not_end_a_run(tmp_path):
+    settings = ["--depth", "1", "--context", "16", "--steps", "2", "--ranks", "1", "run.sample_bytes=0"]
+    with open("/dev/full", "w") as full:
+        run = _start("-m", "zeroshard", "train", *settings, cwd=tmp_path, stdout=full)
+        _, err = run.communicate(timeout=120)
+    assert run.returncode == 0
+    assert err == "zeroshard: standard output cannot be written (No space left on device); the run continues\n"
+    assert (tmp_path / "runs" / "default" / "summary.json").exists()
+
+
+def test_an_error_of_one_rank_is_one_block(tmp_path):
+    settings = ["--depth", "1", "--context", "16", "--steps", "20", "--ranks", "1", "--lr", "1e30"]
+    run = _start("-m", "zeroshard", "train", *settings, cwd=tmp_path)
+    _, err = run.communicate(timeout=120)
+    assert run.returncode == 1
+    assert err.startswith("zeroshard: RuntimeError: [rank 0/1] The gradient of '") and "Traceback" not in err
+    assert err.rstrip().endswith("shows all frames.")
 
 
 @pytest.mark.parametrize(
@@ -156,6 +203,7 @@ def test_dry_run_prints_the_plan_as_comments(monkeypatch, capsys, tmp_path):
         ),
         (["--outer", "50", "--ranks", "1"], "zeroshard: run.outer=50 needs at least two islands"),
         (["hf:models/llama"], "zeroshard: a model is an option: write --model hf:models/llama"),
+        (["--learning-rate", "0.1"], "zeroshard: No such option: --learning-rate; write --lr VALUE"),
         (["--weight-decay", "0.1"], "zeroshard: No such option: --weight-decay"),
         (["--frobnicate"], "zeroshard: No such option: --frobnicate; zeroshard train --list shows all settings"),
         (["--lr", "fast"], "zeroshard: Invalid value for '--lr': "),
@@ -467,7 +515,7 @@ def test_options_are_refused_in_one_line(monkeypatch, capsys, arguments, said):
 
 
 @pytest.mark.product
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_signal_saves_and_the_same_command_goes_on(number, tmp_path):
     command = ["-m", "zeroshard.cli", "train", *SMALL, "--steps", "40", "checkpoint.every_s=0"]
     run = _start(*command, cwd=tmp_path)
@@ -488,7 +536,7 @@ def test_signal_saves_and_the_same_command_goes_on(number, tmp_path):
     assert [path.name for path in folder.glob("step-*")] == [f"step-{made:08d}"]
     assert f"saved after step {made}: runs/default/step-{made:08d}" in out
 
-    if number == signal.SIGTERM:
+    if number != signal.SIGINT:
         return  # the folder is as SIGINT leaves it
     again = _start(*command, cwd=tmp_path)
     out, err = again.communicate(timeout=60)

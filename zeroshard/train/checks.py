@@ -73,6 +73,6 @@ def check_space(config: Config, tokenizer: Tokenizer) -> None:
     needed, free = checkpoint_bytes(config, tokenizer), shutil.disk_usage(there).free
     if free < needed:
         raise ValueError(
-            f"run.folder: the disk of {str(there)!r} has {free / 1e9:,.2f} GB free, and a checkpoint of this run "
-            f"takes {needed / 1e9:,.2f} GB; free space, or give another run.folder"
+            f"run.folder: the disk of {str(there)!r} has {free / 1e6:,.1f} MB free, and a checkpoint of this run "
+            f"takes {needed / 1e6:,.1f} MB; free space, or give another run.folder"
         )

@@ -52,7 +52,10 @@ def read_curves(folders: Sequence[Path], names: Sequence[str]) -> Curves:
         if not path.is_file():
             raise ValueError(f"{folder} is not the folder of a run: it has no metrics.jsonl")
         with open_input(path, "RUN") as file:
-            records = [_record(line) for line in file]
+            lines = list(file)
+        records = [
+            _record(line, f"{path}, line {number}", number == len(lines)) for number, line in enumerate(lines, 1)
+        ]
         for name in names:
             kind, field, _ = METRICS[name]
             points = [
@@ -65,13 +68,21 @@ def read_curves(folders: Sequence[Path], names: Sequence[str]) -> Curves:
     return {name: curves for name, curves in found.items() if curves}
 
 
-def _record(line: bytes) -> Mapping[str, Any]:
-    """Return a record; empty for the unfinished last line of a run that goes on."""
+def _record(line: bytes, place: str, is_last: bool) -> Mapping[str, Any]:
+    """Return a record; empty for the unfinished last line of a run that goes on.
+
+    Raises:
+        ValueError: the line is no record.
+    """
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):
-        return {}
-    return record if isinstance(record, dict) else {}
+        if is_last and not line.endswith(b"\n"):
+            return {}
+        raise ValueError(f"{place}: no record of a run, but {line[:60]!r}") from None
+    if not isinstance(record, dict):
+        raise ValueError(f"{place}: no record of a run, but {line[:60]!r}")
+    return record
 
 
 def _thin(points: Points, most: int) -> Points:

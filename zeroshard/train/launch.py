@@ -41,7 +41,8 @@ __all__ = [
     "seconds_running",
 ]
 
-_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
+_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Of these the last is that of a lost terminal; `nohup` ignores it."""
 _LOOK_S: Final = 1.0
 _LOOPBACK: Final = "127.0.0.1"
 _LAUNCHER: Final = "ZEROSHARD_LAUNCHER"
@@ -54,8 +55,9 @@ _STARTED: Final = 19
 """Place of the start time among the values of /proc/PID/stat after the name."""
 _RANK_MAIN: Final = """
 import os, signal
-for number in (signal.SIGINT, signal.SIGTERM):
-    signal.signal(number, lambda number, frame: os._exit(128 + number))
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    if signal.getsignal(number) is not signal.SIG_IGN:
+        signal.signal(number, lambda number, frame: os._exit(128 + number))
 from zeroshard.cli import main
 main()
 """
@@ -250,7 +252,7 @@ def _status(exit_code: int) -> int:
 
 @final
 class StopSignal:
-    """Records the first SIGINT or SIGTERM, which the loop polls; a second signal ends the process at once.
+    """Records the first SIGINT, SIGTERM or SIGHUP, which the loop polls; a second signal ends the process at once.
 
     >>> from zeroshard.train.launch import StopSignal
     >>> with StopSignal() as stop:
@@ -263,8 +265,9 @@ class StopSignal:
         self._previous = {number: signal.getsignal(number) for number in _SIGNALS}
 
     def __enter__(self) -> Self:
-        for number in _SIGNALS:
-            signal.signal(number, self._take)
+        for number, handler in self._previous.items():
+            if handler is not signal.SIG_IGN:
+                signal.signal(number, self._take)
         return self
 
     def __exit__(self, *exception: object) -> None:

@@ -25,6 +25,8 @@ __all__ = ["choose_sharding", "compare_plan", "describe_plan", "describe_text", 
 
 UNTIMED: Final = "no profile of this machine is stored, so time is not predicted; run `zeroshard doctor` to measure it"
 MB: Final = 1e6
+_READ_BYTES: Final = 1 << 28
+"""How much of a text is read before a run that only describes itself."""
 
 
 def plan_run(config: Config, axes: DeviceMesh | None = None) -> tuple[zs.Plan, bool]:
@@ -149,8 +151,18 @@ def choose_sharding(config: Config) -> Config:
 
 
 def describe_text(config: Config) -> str:
-    """Return one line with the text of a run and its size."""
+    """Return one line with the text of a run and its size; raise ValueError if what is read of it is no text."""
     source = open_source(config.data.path, config.data.column)
+    read_bytes = 0
+    for document in source.documents():
+        read_bytes += len(document)
+        if read_bytes > _READ_BYTES:
+            break
+    if read_bytes <= 2 * config.model.context and read_bytes <= _READ_BYTES:  # no token is shorter than a byte
+        raise ValueError(
+            f"data.path: {source.name!r} has {read_bytes} bytes; with model.context={config.model.context}, the "
+            "training and the held-out part each need more than that many tokens. Provide more text"
+        )
     if not source.files:
         return f"data: {source.name}, {sum(map(len, source.documents())):,} bytes"
     nbytes, left = sum(size for _, size in source.layout()), source.describe_left_out()

@@ -39,15 +39,19 @@ def add_commands(app: "typer.Typer", show: Print, fail: Fail) -> None:
     folder = Annotated[
         Path, typer.Argument(help="The folder of a run, such as runs/default, or one of its checkpoints.")
     ]
-    ranks_ = Annotated[int, typer.Option(help="Processes, over which the model is sharded; torchrun's have priority.")]
+    ranks_ = Annotated[
+        int, typer.Option(help="Processes, over which the model is sharded; torchrun's have priority.", min=1)
+    ]
     stage_ = Annotated[int, typer.Option(help="ZeRO stage; with 3 no rank holds the whole model.", metavar="0|1|2|3")]
 
     def generate(
         run: folder,
         prompt: Annotated[str, typer.Option(help="The text to continue.")] = "The ",
         tokens: Annotated[int, typer.Option(help="Number of tokens to add.", min=1)] = 200,
-        temperature: Annotated[float, typer.Option(help="Of the draws; 0 takes the likeliest token.", min=0)] = 0.7,
-        seed: Annotated[int, typer.Option(help="Seed of the draws.")] = 1,
+        temperature: Annotated[
+            float, typer.Option(help="Of the draws; 0 takes the likeliest token.", min=0, max=100)
+        ] = 0.7,
+        seed: Annotated[int, typer.Option(help="Seed of the draws.", min=0, max=2**63 - 1)] = 1,
         ranks: ranks_ = 1,
         stage: stage_ = 3,
     ) -> None:
@@ -72,7 +76,7 @@ def add_commands(app: "typer.Typer", show: Print, fail: Fail) -> None:
         ] = "",
         column: Annotated[str, typer.Option(help="Column of the text in .jsonl and .parquet.")] = "text",
         limit_bytes: Annotated[
-            int, typer.Option("--bytes", help="Bytes of the text to score, at most; 0 for all.")
+            int, typer.Option("--bytes", help="Bytes of the text to score, at most; 0 for all.", min=0)
         ] = 0,
         as_json: Annotated[bool, typer.Option("--json", help="Print the numbers as JSON.", metavar="")] = False,
         ranks: ranks_ = 1,
@@ -100,7 +104,7 @@ def add_commands(app: "typer.Typer", show: Print, fail: Fail) -> None:
             str,
             typer.Option("--metrics", help="loss, heldout, learning_rate, grad_norm, tokens_per_s, joined by a comma."),
         ] = "loss,heldout,learning_rate,grad_norm,tokens_per_s",
-        width: Annotated[int, typer.Option(help="Characters of a curve as text.")] = 60,
+        width: Annotated[int, typer.Option(help="Characters of a curve as text.", min=1)] = 60,
     ) -> None:
         """Draw the curves of runs: loss, held-out loss, learning rate, gradient norm, speed."""
         from zeroshard.train.curves import as_html, as_svg, as_text, read_curves
@@ -113,7 +117,9 @@ def add_commands(app: "typer.Typer", show: Print, fail: Fail) -> None:
                 show(as_text(curves, width))
                 return
             out.write_text(as_html(curves) if out.suffix.lower() == ".html" else as_svg(curves), "utf-8")
-        except (ValueError, OSError) as error:
+        except OSError as error:
+            fail(f"{error.filename or out}: {error.strerror}")
+        except ValueError as error:
             fail(str(error))
         show(f"{out}: written")
 

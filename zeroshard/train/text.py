@@ -111,6 +111,8 @@ def open_source(path: str = "", column: str = "text") -> Source:
     entries = sorted(entry for entry in root.rglob("*") if not _is_hidden(entry.relative_to(root)))
     files = tuple(entry for entry in entries if entry.is_symlink() or not entry.is_dir())
     for file in files:
+        if file.is_dir():
+            raise ValueError(f"data.path: {str(file)!r} is a link to a folder; remove it, or put the folder there")
         open_input(file, _SETTING).close()  # an unreadable file would be skipped silently
     left_out = tuple(file for file in files if file.suffix not in (_LINES, _ROWS) and _is_binary(file))
     files = tuple(file for file in files if file not in frozenset(left_out))

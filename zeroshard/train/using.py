@@ -220,7 +220,7 @@ def read_questions(path: str) -> list[Question]:
             continue
         try:
             one = json.loads(line)
-            question = Question(str(one["question"]), [str(choice) for choice in one["choices"]], int(one["answer"]))
+            question = Question(str(one["question"]), [str(choice) for choice in one["choices"]], _place(one["answer"]))
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise ValueError(
                 f"--choices: {path!r}, line {number}: {error!r:.100}; a line is "
@@ -235,6 +235,13 @@ def read_questions(path: str) -> list[Question]:
     if not found:
         raise ValueError(f"--choices: {path!r} has no question")
     return found
+
+
+def _place(answer: object) -> int:
+    """Return the place of the right choice; true and false are none."""
+    if isinstance(answer, bool):
+        raise TypeError(f"answer is {answer}")
+    return int(answer)  # type: ignore[call-overload,no-any-return]
 
 
 def _score_choices(loaded: Loaded, path: str) -> Mapping[str, Any]:
