@@ -5,6 +5,7 @@ shards the part of a place. Read `table/pipeline.py` for schedules, and `paralle
 """
 
 import dataclasses
+import math
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, final
@@ -32,7 +33,7 @@ from zeroshard.table.bytes import on_device
 from zeroshard.table.errors import RankMismatchError
 from zeroshard.table.pipeline import Schedule, training_of
 from zeroshard.table.settings import Settings
-from zeroshard.torch_private import local_of
+from zeroshard.torch_private import is_compiled, local_of
 from zeroshard.values.materialize import check_source, is_on_meta
 from zeroshard.values.weights import Weights
 from zeroshard.wire.comm import gather_across_ranks
@@ -41,6 +42,8 @@ from zeroshard.wire.transports import make_comm
 
 __all__ = ["Pipeline", "pipeline"]
 
+FLAGS = ("output_attentions", "output_hidden_states", "output_router_logits")
+"""Settings of Transformers that collect values of all layers."""
 OPTIONS = {field.name for field in dataclasses.fields(Request)} - {"model", "optimizer", "mesh", "room_bytes"}
 """The arguments of `zs.shard()` that `pipeline()` passes on."""
 
@@ -125,6 +128,7 @@ def pipeline(
         with accepted_by_all(domain, "zs.pipeline()"):
             training = training_of(schedule, places, micro_batches, chunks, reduce, recompute=recompute)
             found = _cut(model, cut, training, loss)
+            _refuse_optimizers(model, optimizer)
             ignored_of(model, options.get("ignored", ()))
             source = check_source(model, options.get("weights"), compares=domain.rank == 0)
         _check_alike(domain, training, found, f"reduce='{reduce}', recompute={recompute}", model)
@@ -134,11 +138,12 @@ def pipeline(
     own, undo = [*training.chunks_of(place)], Undo()
     room_bytes = free_bytes(domain, settings, model) if reduce == "auto" else None
     try:
-        removed = remove_others(model, found, own, undo)
+        chunked = ChunkedModel(model, found, own)
+        removed = remove_others(model, found, own, undo, chunked.absence)
         _remove_from(optimizers_of(optimizer), model, undo)
-        chunked = ChunkedModel(model, found, own, removed)
         undo.put(vars(model), "forward", chunked.replacement())
-        options["units"] = found.units(model, own, options.get("units"))
+        with accepted_by_all(domain, "zs.pipeline()"):
+            options["units"] = found.units(model, own, options.get("units"))
         options["ignored"] = [one for one in options.get("ignored", ()) if is_here(model, one)]
         if is_drawn:
             if not isinstance(source, Weights):
@@ -151,10 +156,24 @@ def pipeline(
         undo.run()
         raise
     engine = zero._engine
-    chunked.place = str(engine.mesh)
-    stand_in_on(engine.mesh.device, model, removed)
+    chunked.absence.place = str(engine.mesh)
+    stand_in_on(engine.mesh.device, model, removed, chunked.absence)
     reduces_last = _reduces_last(zero, domain, reduce, room_bytes)
     return Pipeline(zero, _runner(engine, chunked, training, loss, reduces_last=reduces_last))
+
+
+def _refuse_optimizers(model: nn.Module, optimizer: Optimizers) -> None:
+    """Raise ValueError if an optimizer has a parameter that the model has not, such as one of the loss."""
+    own = {id(parameter) for parameter in model.parameters()}
+    for one in optimizers_of(optimizer):
+        for number, group in enumerate(one.param_groups):
+            for parameter in group["params"]:
+                if id(parameter) not in own:
+                    raise ValueError(
+                        f"Group {number} of {type(one).__name__} has a parameter of shape {tuple(parameter.shape)} "
+                        "that the model does not have. A pipeline trains the parameters of its model: make it a "
+                        "parameter of the model, of a module that the forward calls last, or leave it out."
+                    )
 
 
 def _cut(model: object, cut: Sequence[str] | None, training: Schedule, loss: object) -> Cut:
@@ -162,6 +181,19 @@ def _cut(model: object, cut: Sequence[str] | None, training: Schedule, loss: obj
         raise TypeError(f"model must be a torch.nn.Module; got {type(model).__name__}.")
     if loss is not None and not callable(loss):
         raise TypeError(f"loss must be a function of outputs and targets, or None; got {loss!r}.")
+    if is_compiled(model):
+        raise TypeError(
+            f"{type(model).__name__} is compiled as a whole, and a pipe runs a part of its forward at each place: "
+            "compile its blocks, with block.compile(), after zs.pipeline()."
+        )
+    for name in FLAGS:
+        if getattr(getattr(model, "config", None), name, False) is True:
+            raise ValueError(
+                f"config.{name}=True asks for values of all layers, and a place of a pipe has those of its own: set it "
+                "to False."
+            )
+    if training.chunks > 1 and training.places == 1:
+        raise ValueError("schedule='interleaved' needs at least 2 places along 'pipe'; this mesh has 1.")
     if isinstance(cut, str):
         raise TypeError(f"cut takes a list of names; got the string {cut!r}.")
     return cut_model(model, cut, training.all_chunks)
@@ -298,6 +330,11 @@ class Pipeline:
 
         Collective: the messages of the pipe, and the passes of `zs.shard`; every rank of the mesh must call.
         """
+        if not torch.is_grad_enabled():
+            raise RuntimeError(
+                f"{self.zero.mesh} pipe.step() runs backwards, and gradients are off here (torch.no_grad() or "
+                "inference_mode()). Write pipe.evaluate(), or leave the context."
+            )
         batch = self._batch(inputs, targets, self._runner.training.micro_batches)
         return self._runner.step(batch, is_last=last).as_subclass(StepLoss)
 
@@ -343,11 +380,20 @@ class Pipeline:
     def _batch(self, inputs: Any, targets: Any, count: int = 0) -> Batch:
         """Return a batch, in `count` micro-batches, or in the most of equal size that a step's number allows."""
         self._runner.engine.check_outside_backward("A call of the pipeline")
+        if isinstance(inputs, Mapping) and (asked := [name for name in FLAGS if inputs.get(name) is True]):
+            raise ValueError(
+                f"{self.zero.mesh} {asked[0]}=True asks for values of all layers, and a place of a pipe has those of "
+                "its own: leave it out."
+            )
         args: tuple[Any, ...] = () if isinstance(inputs, Mapping) else (inputs,)
         kwargs = dict(inputs) if isinstance(inputs, Mapping) else {}
         args = inputs if isinstance(inputs, tuple) else args
         batch = Batch(args, kwargs, targets, count or 1, str(self.zero.mesh))
         if count:
             return batch
-        fits = [n for n in range(1, self._runner.training.micro_batches + 1) if batch.rows % n == 0]
+        # Ranks may have batches of other lengths, and make equally many passes.
+        across = self._runner.engine.comm.across
+        mine = torch.tensor(float(batch.rows), dtype=torch.float64, device=across.mesh.device)
+        rows = math.gcd(*map(int, across.collect(mine, "the lengths of batches").tolist()))
+        fits = [n for n in range(1, self._runner.training.micro_batches + 1) if rows % n == 0]
         return dataclasses.replace(batch, micro_batches=fits[-1])

@@ -30,6 +30,7 @@ __all__ = [
     "WeakStorage",
     "accept_in_foreach",
     "accumulator_of",
+    "base_of",
     "adafactor_step",
     "body_of",
     "call_after_backward",
@@ -219,6 +220,11 @@ def users_of_storage(tensor: Tensor) -> int:
     storage = tensor.untyped_storage()
     # One use is the storage object of this function.
     return torch._C._storage_Use_Count(storage._cdata) - 1
+
+
+def base_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return the tensor that another one is a view of, or None."""
+    return tensor._base
 
 
 def owns_memory(tensor: Tensor) -> bool:

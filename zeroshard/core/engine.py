@@ -495,9 +495,9 @@ class Engine(Ending):
             self.catch_up()
         if waiting := [unit for unit in self.units if unit.waits]:
             raise RuntimeError(
-                f"{self.mesh} {what} needs reduced gradients, but the last backward ran under no_sync(), and the "
-                f"gradients of {len(waiting)} unit(s), {waiting[0]} first, are not summed over all ranks. Run the last "
-                "micro-batch's backward outside no_sync()."
+                f"{self.mesh} {what} needs reduced gradients, but the last backward ran under no_sync() or last=False: "
+                f"the gradients of {len(waiting)} unit(s), {waiting[0]} first, are not summed over all ranks. Run the "
+                "last backward outside no_sync(), or pass last=True to the last pipe.step()."
             )
 
     def full_gradient(self, slot: Slot) -> Tensor:

@@ -45,9 +45,9 @@ class Batch:
     def __post_init__(self) -> None:
         sizes = {tuple(one.shape[:1]) for one in find(self._all, Tensor)}
         if len(sizes) != 1 or () in sizes:
-            shown = sorted(size[0] if size else "no dimension" for size in sizes)
+            shown = ", ".join(sorted(f"length {size[0]}" if size else "no dimension" for size in sizes))
             raise ValueError(
-                f"{self.place} pipe.step() cuts the first dimension of each tensor of inputs and targets into "
+                f"{self.place} A pipe cuts the first dimension of each tensor of inputs and targets into "
                 f"micro-batches, and needs tensors of one length there; got {shown or 'no tensor'}."
             )
         if self.rows % self.micro_batches or not self.rows:
@@ -67,9 +67,8 @@ class Batch:
 
     @property
     def key(self) -> Any:
-        """What the shapes at the borders follow from: those of a micro-batch."""
-        tensors = find(self._all[:2], Tensor)
-        return self.rows // self.micro_batches, tuple((one.shape[1:], one.dtype) for one in tensors)
+        """What the shapes at the borders follow from: those of a micro-batch, and what is no tensor."""
+        return self.rows // self.micro_batches, _form(self._all[:2])
 
     def checksum(self, device: torch.device) -> Tensor:
         """Return (): a checksum of the inputs' bits, a whole number in fp64; the host does not wait for it."""
@@ -79,13 +78,24 @@ class Batch:
             bits = first.view(INTEGERS.get(first.element_size(), torch.int64)).long()
             odd = torch.arange(1, 2 * bits.numel(), 2, device=bits.device)  # so that the order matters
             total += (bits * odd).sum().to(device)
-        return (total & BITS).double()
+        return ((total ^ (total >> 12)) & BITS).double()  # the highest bits, too: signs and exponents
 
     def at(self, micro_batch: int) -> tuple[Any, Any, Any]:
         """Return args, kwargs and targets of a micro-batch."""
         size = self.rows // self.micro_batches
         rows = slice(micro_batch * size, (micro_batch + 1) * size)
         return map_tensors(self._all, lambda t: t[rows])  # type: ignore[no-any-return]
+
+
+def _form(value: Any) -> Any:
+    """Return what the way of a forward may follow from: shapes, structure, and what is neither tensor nor fraction."""
+    if isinstance(value, Tensor):
+        return tuple(value.shape[1:]), value.dtype
+    if isinstance(value, Mapping):
+        return tuple((key, _form(one)) for key, one in value.items())
+    if isinstance(value, tuple | list):
+        return tuple(map(_form, value))
+    return value if isinstance(value, bool | int | str | None) else type(value).__qualname__
 
 
 @final

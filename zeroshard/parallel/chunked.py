@@ -15,18 +15,19 @@ Note: what crosses a border
 """
 
 import functools
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from enum import IntEnum
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from zeroshard.parallel.cut import Cut
-from zeroshard.torch_private import call_through
+from zeroshard.parallel.elsewhere import Absence, Elsewhere, elsewhere
+from zeroshard.parallel.following import Came, Following
+from zeroshard.torch_private import call_through, version_of
 from zeroshard.tree import find, map_tensors
 
 __all__ = ["Border", "ChunkedModel", "Learned", "with_graph"]
@@ -79,88 +80,31 @@ class _Left(BaseException):
     """Ends the forward of a chunk: the next one begins. No `Exception`, which user code may catch."""
 
 
-class _Source(IntEnum):
-    HERE = 1
-    ELSEWHERE = 2
-
-
-VALUE_FREE = frozenset(
-    {
-        torch.zeros_like,
-        torch.ones_like,
-        torch.empty_like,
-        torch.full_like,
-        torch.rand_like,
-        torch.randn_like,
-        *(getattr(Tensor, name) for name in ("new_zeros", "new_ones", "new_empty", "new_full", "new_tensor")),
-    }
-)
-"""Functions whose results depend on the shape and the dtype of their first argument alone."""
-SHAPE_OF_SECOND = frozenset(getattr(Tensor, name) for name in ("view_as", "expand_as", "reshape_as", "type_as"))
-
-
-@final
-class _Following(TorchFunctionMode):
-    """Follows which tensors depend on parts, in the code between them."""
-
-    def __init__(self, removed: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
-        super().__init__()
-        self.is_inside = False
-        """Whether a part runs, whose code is not followed."""
-        # The tensors, too: an identity is that of a living tensor only.
-        self._known: dict[int, tuple[Tensor, _Source, str]] = {}
-        for name, tensor in own.items():
-            self.note(tensor, _Source.HERE, name)
-        for name, tensor in removed.items():
-            self.note(tensor, _Source.ELSEWHERE, name)
-
-    def note(self, value: Any, source: _Source, name: str) -> None:
-        """Note that the tensors of a value come from a part, here or at another place."""
-        for one in find(value, Tensor):
-            self._known[id(one)] = one, source, name
-
-    def source_of(self, tensor: Tensor) -> tuple[int, str]:
-        """Return where a tensor comes from, and the part; 0 if it depends on none."""
-        _, source, name = self._known.get(id(tensor), (tensor, 0, ""))
-        return source, name
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
-        if self.is_inside or func in VALUE_FREE:
-            return result
-        given = find((args[:1] if func in SHAPE_OF_SECOND else args, kwargs), Tensor)
-        source, name = max((self.source_of(one) for one in given), default=(0, ""))
-        if source:
-            self.note(result, _Source(source), name)
-            called = getattr(func, "__name__", "")
-            if called == "__setitem__" or (called.endswith("_") and not called.endswith("__")) or "out" in kwargs:
-                self.note(kwargs.get("out", args[:1]), _Source(source), name)
-        return result
-
-
 @final
 class ChunkedModel:
     """The forward of a model, one chunk at a time.
 
     Args:
         own: the chunks of this place.
-        removed: what stands for the parameters of other places, by name.
     """
 
-    def __init__(self, model: nn.Module, cut: Cut, own: Sequence[int], removed: Mapping[str, Tensor]) -> None:
-        self.model, self.cut, self.own, self._removed, self.place = model, cut, own, removed, ""
-        """`place` is the text that names this rank in errors."""
+    def __init__(self, model: nn.Module, cut: Cut, own: Sequence[int]) -> None:
+        self.model, self.cut, self.own, self.absence = model, cut, own, Absence()
         self._forward: Callable[..., Any] = model.forward
         self._routes = {part: functools.partial(self.call, part) for part in cut.parts}
         self.chunk: int | None = None
         """The chunk that runs; None outside a forward of the pipeline."""
         self._arrived: tuple[Tensor, ...] = ()
         self._learned = Learned()
-        self._following: _Following | None = None
+        self._following: Following | None = None
         self._calls: dict[str, int] = {}
         self._has_entered = False
         self._sent: tuple[Tensor, ...] | None = None
+
+    @property
+    def place(self) -> str:
+        """The text that names this rank in errors."""
+        return self.absence.place
 
     def install(self) -> None:
         """Put this object in the way of calls of the model and its parts; again, where a part was compiled since."""
@@ -182,7 +126,8 @@ class ChunkedModel:
         self.chunk, self._arrived, self._learned = chunk, arrived, learned
         self._calls, self._has_entered, self._sent = {}, False, None
         try:
-            return self.model(*args, **kwargs)
+            with self.absence.during():
+                return self.model(*args, **kwargs)
         finally:
             self.chunk, self._arrived, self._sent, self._following = None, (), None, None
 
@@ -205,21 +150,22 @@ class ChunkedModel:
                 "pipe.step(), and evaluate with pipe.evaluate(), which run it on all places."
             )
         is_last = self.chunk == self.cut.count - 1
+        before = None if self._learned.is_known else self._versions()
         try:
             with self._followed():
                 output = self._forward(*args, **kwargs)
         except _Left:
             assert self._sent is not None
+            self._refuse_changes(before)
             return self._sent
+        self._refuse_changes(before)
         if not is_last:
             raise RuntimeError(
                 f"{self.place} The forward of {type(self.model).__name__} ended before it called "
                 f"'{self.cut.starts[self.chunk]}', where chunk {self.chunk + 1} begins. Begin chunks at modules that "
                 "each forward calls."
             )
-        if self._following is not None:
-            for one in find(output, Tensor):
-                self._refuse_elsewhere(one, f"The output of {type(self.model).__name__}")
+        self._refuse(output, f"The output of {type(self.model).__name__}")
         return output
 
     @contextmanager
@@ -228,14 +174,40 @@ class ChunkedModel:
             yield
             return
         own = {name: self.model.get_parameter(name) for name, chunk in self.cut.loose.items() if chunk in self.own}
-        with _Following(self._removed, own) as self._following:
-            self._following.note(self._arrived, _Source.HERE, "the border")
+        with Following(own, self.place, is_first=self.chunk == 0) as self._following:
+            self._following.note(self._arrived, Came.HERE, "the border")
             yield
+
+    def _refuse_changes(self, before: Mapping[str, tuple[int, int]] | None) -> None:
+        """Raise if the forward changed a saved buffer outside of parts.
+
+        Args:
+            before: what `_versions` returned; None in later forwards.
+        """
+        now = self._versions() if before is not None else {}
+        if changed := [name for name, version in now.items() if before is not None and before.get(name) != version]:
+            raise RuntimeError(
+                f"{self.place} The forward of {type(self.model).__name__} changes the buffer '{changed[0]}' of a "
+                "module without parameters, which runs at every place of the pipe, and not equally often. Change it "
+                "outside of the model, or in a module that has parameters."
+            )
+
+    def _versions(self) -> dict[str, tuple[int, int]]:
+        """Return the identity and version of each saved buffer outside of parts."""
+        inside = {inner for part in self.cut.parts for inner in part.modules()}
+        return {
+            f"{path}.{key}".removeprefix("."): (id(one), version_of(one))
+            for path, module in self.model.named_modules()
+            if module not in inside
+            for key, one in module._buffers.items()
+            if one is not None and key not in module._non_persistent_buffers_set and not one.is_inference()
+        }
 
     def call(self, part: nn.Module, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a part, or return what stands for its output; the replacement of a part's `__call__`."""
         name, chunk = self.cut.parts[part]
         if self.chunk is None:
+            self._refuse_in_recomputation(name, args, kwargs)
             if chunk in self.own:
                 return plain(*args, **kwargs)
             raise RuntimeError(f"{self.place} Module '{name}' is at another place of the pipe, in chunk {chunk}.")
@@ -243,23 +215,58 @@ class ChunkedModel:
             return self._pass_over(name, chunk, args, kwargs)
         if chunk > self.chunk:
             self._leave(name, chunk, args, kwargs)
-        following = self._following
         if not self._has_entered:
             self._has_entered = True
             if self.chunk > 0:
                 args, kwargs = self._enter(name, args, kwargs)
-        if following is None:
-            return plain(*args, **kwargs)
-        for one in find((args, kwargs), Tensor):
-            self._refuse_elsewhere(one, f"Module '{name}'")
+        self._refuse((args, kwargs), f"Module '{name}'")
+        if self._following is None:
+            return self._compared(name, plain(*args, **kwargs))
+        return self._first_call(self._following, name, part, plain, args, kwargs)
+
+    def _first_call(
+        self, following: Following, name: str, part: nn.Module, plain: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
+        """Call a part of this chunk in the first forward, and note what it returns."""
+        plainly = [one for one in find((args, kwargs), Tensor) if not following.source_of(one)[0]]
+        before = _state_of(plainly, (args, kwargs))
         is_nested, following.is_inside = following.is_inside, True
         try:
             output = plain(*args, **kwargs)
         finally:
             following.is_inside = is_nested
-        following.note(output, _Source.HERE, name)
+        if not is_nested and before != _state_of(plainly, (args, kwargs)):
+            raise RuntimeError(
+                f"{self.place} Module '{name}' changes an argument in place that other places of the pipe have, too, "
+                "and do not see changed: a list, a mapping or a tensor. Return the value instead."
+            )
+        if not is_nested and (kept := _keeps(part)):
+            warnings.warn(
+                f"{self.place} Module '{name}' keeps a value of its forward as '{kept}'. Other places of the pipe do "
+                "not have it: a loss that reads it there is another one. Return it from the module.",
+                stacklevel=2,
+            )
+        following.note(output, Came.HERE, name)
         self._learned.outputs.setdefault(name, []).append(self._described(name, output))
         return output
+
+    def _compared(self, name: str, output: Any) -> Any:
+        """Return the output of a later call; raise if numbers in it are not those of the first forward."""
+        number = self._calls[name] = self._calls.get(name, -1) + 1
+        known = self._learned.outputs.get(name, ())
+        if number < len(known) and (told := _plain_in(known[number])) and told != _plain_in(output):
+            raise RuntimeError(
+                f"{self.place} Module '{name}' returns {_plain_in(output)} beside its tensors, and returned {told} "
+                "with the first micro-batch, which other places of the pipe still use. Return tensors."
+            )
+        return output
+
+    def _refuse_in_recomputation(self, name: str, args: Any, kwargs: Any) -> None:
+        if find((args, kwargs), Elsewhere):
+            raise RuntimeError(
+                f"{self.place} torch.utils.checkpoint runs '{name}' again, without the tensors that its place of the "
+                "pipe was sent. Write activations='recompute' in zs.pipeline() instead."
+            )
 
     def _pass_over(self, name: str, chunk: int, args: Any, kwargs: Any) -> Any:
         """Return what stands for the output of a part of an earlier chunk."""
@@ -278,14 +285,13 @@ class ChunkedModel:
         first = next(iter(find((args, kwargs), Tensor)), None)
 
         def stand_in(border: Border) -> Tensor:
-            if first is not None and tuple(first.shape) == border.shape and first.dtype == border.dtype:
-                return first.detach()
-            return torch.zeros(border.shape, dtype=border.dtype, device=self._device)
+            # What was given may be the user's, and be written to.
+            if isinstance(first, Elsewhere) and tuple(first.shape) == border.shape and first.dtype == border.dtype:
+                return elsewhere(first.detach(), name, self.absence)
+            made = torch.zeros(border.shape, dtype=border.dtype, device=self._device)
+            return elsewhere(made, name, self.absence)
 
-        output = map_tensors(known[number], stand_in, Border)
-        if self._following is not None:
-            self._following.note(output, _Source.ELSEWHERE, name)
-        return output
+        return map_tensors(known[number], stand_in, Border)
 
     @property
     def _device(self) -> torch.device:
@@ -295,13 +301,13 @@ class ChunkedModel:
         """Return the arguments of the first part of the chunk, with the tensors of the border in their places."""
         tensors, learned = find((args, kwargs), Tensor), self._learned
         if self._following is not None:
-            learned.entry = self._crossing(tensors, _Source.ELSEWHERE)
-            if len(learned.entry) != len(self._arrived):
-                raise RuntimeError(
-                    f"{self.place} '{name}', where chunk {self.chunk} begins, needs {len(learned.entry)} tensors of "
-                    f"earlier chunks here, and was given {len(self._arrived)} by them: the code before it must do the "
-                    "same at each place."
-                )
+            learned.entry = self._crossing(tensors, Came.ELSEWHERE)
+        if len(learned.entry) != len(self._arrived) or max(learned.entry, default=-1) >= len(tensors):
+            raise RuntimeError(
+                f"{self.place} '{name}', where chunk {self.chunk} begins, needs {len(learned.entry)} of its "
+                f"{len(tensors)} tensors from earlier chunks here, and was given {len(self._arrived)} by them: the "
+                "code before it must do the same at each place, and with each micro-batch."
+            )
         arriving = dict(zip(learned.entry, self._arrived, strict=True))
         numbers = iter(range(len(tensors)))
         return map_tensors((args, kwargs), lambda one: arriving.get(next(numbers), one))  # type: ignore[no-any-return]
@@ -317,29 +323,37 @@ class ChunkedModel:
             )
         tensors = find((args, kwargs), Tensor)
         if self._following is not None:
-            self._learned.left = self._crossing(tensors, _Source.HERE)
-            for at in self._learned.left:
-                self._refuse_elsewhere(tensors[at], f"Module '{name}'")
+            self._learned.left = self._crossing(tensors, Came.HERE)
             if not self._learned.left:
                 raise RuntimeError(
                     f"{self.place} '{name}' begins chunk {chunk}, but takes nothing from chunk {self.chunk}."
                 )
+        self._refuse(tensors, f"Module '{name}'")
+        if max(self._learned.left) >= len(tensors):
+            raise RuntimeError(
+                f"{self.place} '{name}' begins chunk {chunk}, and is given {len(tensors)} tensors, fewer than with the "
+                "first micro-batch."
+            )
         self._sent = tuple(tensors[at] for at in self._learned.left)
         raise _Left
 
-    def _crossing(self, tensors: Sequence[Tensor], least: _Source) -> tuple[int, ...]:
+    def _crossing(self, tensors: Sequence[Tensor], least: Came) -> tuple[int, ...]:
         assert self._following is not None
         return tuple(at for at, one in enumerate(tensors) if self._following.source_of(one)[0] >= least)
 
-    def _refuse_elsewhere(self, tensor: Tensor, who: str) -> None:
-        assert self._following is not None
-        source, name = self._following.source_of(tensor)
-        if source == _Source.ELSEWHERE:
-            raise RuntimeError(
-                f"{self.place} {who} needs a value of '{name}', which is at another place of the pipe, and which the "
-                "first module of the chunk is not given: a skip over the border of a chunk. Cut elsewhere, or pass the "
-                "value from module to module."
-            )
+    def _refuse(self, given: Any, who: str) -> None:
+        """Raise if a part, or the output, needs a value that is not here, or random numbers of its own place."""
+        for tensor in find(given, Tensor):
+            if isinstance(tensor, Elsewhere):
+                raise RuntimeError(
+                    f"{self.place} {who} needs a value of '{tensor.origin}', which is at another place of the pipe, "
+                    "and which the first module of the chunk is not given: a skip over the border of a chunk. Cut "
+                    "elsewhere, or pass the value from module to module."
+                )
+            if self._following is not None:
+                source, name = self._following.source_of(tensor)
+                if source == Came.DRAWN:
+                    self._following.refuse_drawn(who, name)
 
     def _described(self, name: str, output: Any) -> Any:
         described = map_tensors(output, Border.of)
@@ -349,6 +363,37 @@ class ChunkedModel:
                 "or tuples, lists or mappings of tensors, of which other places get the shapes."
             )
         return described
+
+
+def _state_of(tensors: Sequence[Tensor], value: Any) -> Any:
+    """Return what changes with tensors, and with the lists and mappings in a value."""
+    return [version_of(one) for one in tensors if not one.is_inference()], _lengths(value)
+
+
+def _lengths(value: Any) -> list[int]:
+    """Return the lengths of the lists and mappings in a value."""
+    if isinstance(value, list | tuple | dict):
+        items = value.values() if isinstance(value, dict) else value
+        return [len(value), *(length for item in items for length in _lengths(item))]
+    return []
+
+
+def _plain_in(value: Any) -> list[Any]:
+    """Return the numbers, texts and None in a value."""
+    if isinstance(value, list | tuple | dict):
+        items = value.values() if isinstance(value, dict) else value
+        return [one for item in items for one in _plain_in(item)]
+    return [value] if isinstance(value, bool | int | float | str | type(None)) else []
+
+
+def _keeps(part: nn.Module) -> str:
+    """Return the name of an attribute of a part that is a tensor with a graph, or ""."""
+    for path, module in part.named_modules():
+        for key, value in vars(module).items():
+            is_made = {f"{key}_orig", f"{key}_g"} & module._parameters.keys()  # by a norm of weights
+            if isinstance(value, Tensor) and value.grad_fn is not None and not is_made:
+                return f"{path}.{key}".removeprefix(".")
+    return ""
 
 
 def _is_plain(value: Any) -> bool:

@@ -22,6 +22,7 @@ from zeroshard.core.undo import Undo
 from zeroshard.describe.blocks import find_blocks
 from zeroshard.describe.ignored import ignored_of
 from zeroshard.describe.units import choose_units
+from zeroshard.parallel.elsewhere import Absence, elsewhere
 from zeroshard.table.pipeline import balanced
 
 __all__ = ["Cut", "cut_model", "is_here", "own_bytes", "registered", "remove_others", "stand_in_on"]
@@ -231,10 +232,15 @@ def _planned_blocks(model: nn.Module, named: dict[str, nn.Module]) -> set[nn.Mod
 # -- what is at other places ------------------------------------------------------------------------------------------
 
 
-def remove_others(model: nn.Module, cut: Cut, own: Sequence[int], undo: Undo) -> dict[str, Tensor]:
+def remove_others(
+    model: nn.Module, cut: Cut, own: Sequence[int], undo: Undo, absence: Absence | None = None
+) -> dict[str, Tensor]:
     """Remove the parameters and the saved buffers of other places; names, modules and tied parameters stay.
 
-    In the place of each, the module has a tensor of its shape that takes no memory.
+    In the place of a parameter, the module has a tensor of its shape that takes no memory.
+
+    Args:
+        absence: of the values of other places; None where no forward will ask for them.
 
     Returns: these tensors, by name.
     """
@@ -247,7 +253,9 @@ def remove_others(model: nn.Module, cut: Cut, own: Sequence[int], undo: Undo) ->
     for part, (_, chunk) in cut.parts.items():
         for inner in part.modules() if chunk not in own else ():
             for key in inner._buffers.keys() - inner._non_persistent_buffers_set:
-                _move(inner, inner._buffers, key, inner._buffers[key], undo)
+                if (buffer := inner._buffers[key]) is not None and absence is not None:
+                    buffer = elsewhere(buffer, cut.parts[part][0], absence)
+                _move(inner, inner._buffers, key, buffer, undo)
     return removed
 
 
@@ -259,11 +267,12 @@ def is_here(model: nn.Module, ignored: object) -> bool:
         return False
 
 
-def stand_in_on(device: torch.device, model: nn.Module, removed: dict[str, Tensor]) -> None:
+def stand_in_on(device: torch.device, model: nn.Module, removed: dict[str, Tensor], absence: Absence) -> None:
     """Have what stands for removed parameters on a device: code between parts may compute with it."""
     for name, tensor in removed.items():
         path, _, key = name.rpartition(".")
-        removed[name] = torch.zeros((), dtype=tensor.dtype, device=device).expand(tensor.shape)
+        made = torch.zeros((), dtype=tensor.dtype, device=device).expand(tensor.shape)
+        removed[name] = elsewhere(made, name, absence)
         vars(model.get_submodule(path))[key] = removed[name]
 
 

@@ -51,9 +51,8 @@ class Finite:
         chunks = self._schedule.all_chunks
         turn = {Kind.RECEIVE_INPUT: chunk, Kind.FORWARD: chunks}.get(kind, 2 * chunks - chunk)
         # The largest magnitude propagates NaN, and has no temporary memory of the size of the tensor.
-        norms = [
-            torch.linalg.vector_norm(one.detach(), INFINITY).double() for one in tensors if one.is_floating_point()
-        ]
+        looked = [one.detach() for one in tensors if one.is_floating_point() and one.numel()]
+        norms = [torch.linalg.vector_norm(one, INFINITY).double() for one in looked]
         if norms:
             norm = norms[0] if len(norms) == 1 else torch.stack(norms).amax()
             self._norms[turn * self._schedule.micro_batches + micro_batch] = norm

@@ -24,12 +24,15 @@ from zeroshard.table.pipeline import Kind
 from zeroshard.table.trace import Ledger
 from zeroshard.wire.comm import Comm, Pending, Tag
 
-__all__ = ["Mail", "NOTHING"]
+__all__ = ["Mail", "NOTHING", "check_shared"]
 
 SHARED: Final = (Tag.BUCKETS - 4, Tag.BUCKETS - 6)
 """In tags, beyond those of activations."""
 MOST_DIMS: Final = 8
-DTYPES: Final = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.bool)
+DTYPES: Final = (
+    *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+)
 NOTHING: Final = object()
 """What a place tells of a shape that it has told before."""
 
@@ -38,6 +41,25 @@ TENSORS = 64
 
 
 Shape = tuple[tuple[int, ...], torch.dtype]
+
+
+def check_shared(tensor: Tensor, first: Tensor, whose: str) -> None:
+    """Raise TypeError if a tensor cannot be a part of an output that all places get.
+
+    Args:
+        first: that of the first micro-batch.
+        whose: what returned it, for the error.
+    """
+    if tensor.dtype not in DTYPES or tensor.ndim > MOST_DIMS:
+        raise TypeError(
+            f"pipe.forward() returns tensors of at most {MOST_DIMS} dimensions and of a usual dtype; {whose} returned "
+            f"{tensor.ndim} dimensions of {tensor.dtype}."
+        )
+    if tensor.dtype != first.dtype or tensor.shape[1:] != first.shape[1:]:
+        raise TypeError(
+            f"pipe.forward() joins the outputs of micro-batches along the first dimension; {whose} returned "
+            f"{tuple(tensor.shape)} {tensor.dtype} after {tuple(first.shape)} {first.dtype}."
+        )
 
 
 @final
@@ -160,7 +182,8 @@ class Mail:
         self._used.add((border.shape, border.dtype))
         if free := self._free.get((border.shape, border.dtype)):
             return free.pop()
-        made = torch.empty(border.shape, dtype=border.dtype, device=self._comm.mesh.device)
+        with torch.inference_mode(False):  # for later steps, too
+            made = torch.empty(border.shape, dtype=border.dtype, device=self._comm.mesh.device)
         self._count(made.nbytes)
         return made
 

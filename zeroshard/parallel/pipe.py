@@ -123,9 +123,17 @@ def norms_over(engine: Engine, elsewhere: Collection[str]) -> NormsOfPlaces:
             )
         if p <= 0:
             raise ValueError(f"{engine.mesh} {what} is not defined: the order must be positive.")
+        given = {slot.name for slot in slots}
+        left = [one for one in engine.slots.values() if one.has_grad and one.name not in given]
+        engine.order.votes.span(what if not left else f"{what}, of some of its gradients")
+        if left:
+            raise RuntimeError(
+                f"{engine.mesh} The norm is of {len(given)} gradients of this place, without that of '{left[0].name}': "
+                "norms of groups or of modules lie at different places of the pipe, and are not those of the whole "
+                "model. Clip all parameters together: clip_grad_norm_(model.parameters(), ...)."
+            )
         mine = [norm for norm, slot in zip(norms, slots, strict=True) if slot.name not in elsewhere]
         zero = torch.zeros((), dtype=torch.float64, device=engine.mesh.device)
-        engine.order.votes.span(what)
         own = torch.linalg.vector_norm(torch.stack([zero, *(norm.double() for norm in mine)]), p)
         total = torch.linalg.vector_norm(comm.collect(own, what)[list(comm.mesh.along("pipe"))], p)
         dtype = norms[0].dtype if norms else torch.float32

@@ -36,7 +36,7 @@ from zeroshard.parallel.batch import Batch, Compared
 from zeroshard.parallel.chunked import Border, ChunkedModel, Learned, with_graph
 from zeroshard.parallel.finite import Finite
 from zeroshard.parallel.idle import idle_backward, idle_forward
-from zeroshard.parallel.mail import Mail
+from zeroshard.parallel.mail import Mail, check_shared
 from zeroshard.parallel.messages import Messages, Turn
 from zeroshard.parallel.tied import Tied
 from zeroshard.table.errors import RankMismatchError
@@ -122,13 +122,16 @@ class Runner:
         found: list[Tensor] = []
 
         def keep(output: Any, targets: Any) -> Tensor:
-            found.append(output if take is None else take(output))
-            if not isinstance(found[-1], Tensor) or not found[-1].ndim:
+            taken: Any = output if take is None else take(output)
+            whose = "the model" if take is None else "take="
+            if not isinstance(taken, Tensor) or not taken.ndim:
                 raise TypeError(
-                    f"{self.engine.mesh} pipe.forward() returns a tensor with a dimension for the batch; the model "
-                    f"returned a {type(output).__name__}. Pass take=, such as lambda output: output.logits."
+                    f"{self.engine.mesh} pipe.forward() returns a tensor with a dimension for the batch; {whose} "
+                    f"returned a {type(taken).__name__}. Pass take=, such as lambda output: output.logits."
                 )
-            return torch.zeros((), device=found[-1].device)
+            check_shared(taken, found[0] if found else taken, whose)
+            found.append(taken)
+            return torch.zeros((), device=taken.device)
 
         _Step(self, self._forwards(batch), batch, keep, is_last=False).run()
         return self.mail.share(torch.cat(found) if found else None, len(self.ranks) - 1)
@@ -328,6 +331,11 @@ class _Step:
                 f"{self._where(chunk, micro_batch)} {whose} {got}. The loss must be a tensor with one floating-point "
                 "value, the mean over the micro-batch."
             )
+        if torch.is_grad_enabled() and not loss.requires_grad:
+            raise RuntimeError(
+                f"{self._where(chunk, micro_batch)} the loss has no graph: no gradient would reach a parameter. "
+                "Compute it from the output, without detach() and no_grad()."
+            )
         return loss.reshape(()) / self._schedule.micro_batches
 
     def _compare(self, chunk: int, micro_batch: int, learned: Learned, outputs: tuple[Tensor, ...]) -> None:
@@ -367,8 +375,10 @@ class _Step:
 
     def _reducing(self, micro_batch: int) -> AbstractContextManager[None]:
         """Return the context of a backward: whether it reduces gradients."""
-        is_final = self._is_last and micro_batch == self._schedule.micro_batches - 1
-        if self._runner.reduces_last and not is_final:
+        is_final = micro_batch == self._schedule.micro_batches - 1
+        # Tied gradients are added up over the places with the last call: until then an update is refused.
+        is_owed = is_final and not self._is_last and self._runner.tied.are_any
+        if is_owed or (self._runner.reduces_last and not (is_final and self._is_last)):
             return self._runner.engine.reducing_over(Scope.RANK)
         return nullcontext()
 

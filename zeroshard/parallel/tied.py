@@ -34,6 +34,11 @@ class Tied:
         self._engine, self._count, self._has_added = engine, 0, False
         self._shared = [(one, ranks) for one, ranks in shared.items() if one.requires_grad]
 
+    @property
+    def are_any(self) -> bool:
+        """Whether there are such parameters, with gradients."""
+        return bool(self._shared)
+
     def check_dropped(self) -> None:
         """Raise if gradients that were added up would be added up again.
 
