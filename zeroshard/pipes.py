@@ -25,6 +25,7 @@ from zeroshard.parallel.absent import drawing_all, with_generator_of
 from zeroshard.parallel.batch import Batch
 from zeroshard.parallel.chunked import ChunkedModel
 from zeroshard.parallel.cut import Cut, cut_model, is_here, remove_others, stand_in_on
+from zeroshard.parallel.elsewhere import Absence
 from zeroshard.parallel.runner import Loss, Runner
 from zeroshard.setup.automatic import STATES_PART, free_bytes
 from zeroshard.setup.request import Request, domain_of, place_of
@@ -138,8 +139,8 @@ def pipeline(
     own, undo = [*training.chunks_of(place)], Undo()
     room_bytes = free_bytes(domain, settings, model) if reduce == "auto" else None
     try:
-        chunked = ChunkedModel(model, found, own)
-        removed = remove_others(model, found, own, undo, chunked.absence)
+        removed = remove_others(model, found, own, undo, absence := Absence())
+        chunked = ChunkedModel(model, found, own, removed, absence)
         _remove_from(optimizers_of(optimizer), model, undo)
         undo.put(vars(model), "forward", chunked.replacement())
         with accepted_by_all(domain, "zs.pipeline()"):

@@ -241,3 +241,15 @@ def test_a_cut_that_is_no_cut_is_refused() -> None:
         zs.plan(SHAPE, world_size=2, cut="time", **SHORT)
     with pytest.raises(TypeError, match="cut: of modules only"):
         zs.plan(SHAPE, world_size=2, pipe=2, micro_batches=2, cut=["model.layers.4"], **SHORT)
+
+
+@pytest.mark.parametrize("activations", ["keep", "recompute"])
+def test_peaks_do_not_grow_with_micro_batches_beyond_their_inputs(activations: str) -> None:
+    def peaks(micro_batches: int) -> list[int]:
+        options = {"world_size": 2, "device": "h100-80", "seq": 512, "stage": 1, "pipe": 2, "reduce": "last"}
+        plan = zs.plan("gpt2", **options, micro_batches=micro_batches, activations=activations)  # type: ignore[arg-type]
+        return [one.peak_bytes for one in plan.ranks]
+
+    inputs = (16 - 4) * 512 * 2 * 8
+    for few, many in zip(peaks(4), peaks(16), strict=True):
+        assert few <= many <= few + 2 * inputs

@@ -86,10 +86,19 @@ class ChunkedModel:
 
     Args:
         own: the chunks of this place.
+        removed: what stands for the parameters of other places, by name.
+        absence: of the values of other places.
     """
 
-    def __init__(self, model: nn.Module, cut: Cut, own: Sequence[int]) -> None:
-        self.model, self.cut, self.own, self.absence = model, cut, own, Absence()
+    def __init__(
+        self,
+        model: nn.Module,
+        cut: Cut,
+        own: Sequence[int],
+        removed: Mapping[str, Tensor],
+        absence: Absence | None = None,
+    ) -> None:
+        self.model, self.cut, self.own, self._removed, self.absence = model, cut, own, removed, absence or Absence()
         self._forward: Callable[..., Any] = model.forward
         self._routes = {part: functools.partial(self.call, part) for part in cut.parts}
         self.chunk: int | None = None
@@ -174,7 +183,7 @@ class ChunkedModel:
             yield
             return
         own = {name: self.model.get_parameter(name) for name, chunk in self.cut.loose.items() if chunk in self.own}
-        with Following(own, self.place, is_first=self.chunk == 0) as self._following:
+        with Following(own, self._removed, self.place, is_first=self.chunk == 0) as self._following:
             self._following.note(self._arrived, Came.HERE, "the border")
             yield
 
@@ -291,7 +300,10 @@ class ChunkedModel:
             made = torch.zeros(border.shape, dtype=border.dtype, device=self._device)
             return elsewhere(made, name, self.absence)
 
-        return map_tensors(known[number], stand_in, Border)
+        output = map_tensors(known[number], stand_in, Border)
+        if self._following is not None:  # those of a trace are of no class
+            self._following.note(output, Came.ELSEWHERE, name)
+        return output
 
     @property
     def _device(self) -> torch.device:

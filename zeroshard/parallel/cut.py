@@ -267,12 +267,14 @@ def is_here(model: nn.Module, ignored: object) -> bool:
         return False
 
 
-def stand_in_on(device: torch.device, model: nn.Module, removed: dict[str, Tensor], absence: Absence) -> None:
+def stand_in_on(
+    device: torch.device, model: nn.Module, removed: dict[str, Tensor], absence: Absence | None = None
+) -> None:
     """Have what stands for removed parameters on a device: code between parts may compute with it."""
     for name, tensor in removed.items():
         path, _, key = name.rpartition(".")
         made = torch.zeros((), dtype=tensor.dtype, device=device).expand(tensor.shape)
-        removed[name] = elsewhere(made, name, absence)
+        removed[name] = made if absence is None else elsewhere(made, name, absence)
         vars(model.get_submodule(path))[key] = removed[name]
 
 

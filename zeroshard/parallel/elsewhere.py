@@ -16,7 +16,7 @@ from typing import Any, Final, final
 import torch
 from torch import Tensor, nn
 
-from zeroshard.torch_private import NoSubclasses, base_of
+from zeroshard.torch_private import NoSubclasses, base_of, is_fake
 from zeroshard.tree import find, map_tensors
 
 __all__ = ["Absence", "Elsewhere", "SHAPE_OF_SECOND", "VALUE_FREE", "elsewhere", "writes"]
@@ -102,7 +102,9 @@ def writes(name: str, kwargs: Any) -> bool:
 
 
 def elsewhere(tensor: Tensor, origin: str, absence: Absence) -> Tensor:
-    """Return a tensor as a value of another place, of which it has the shape."""
+    """Return a tensor as a value of another place, of which it has the shape; a fake one of a trace as it is."""
+    if is_fake(tensor):
+        return tensor
     found = tensor.as_subclass(Elsewhere)
     found.origin, found.absence = origin, absence
     return found

@@ -42,12 +42,12 @@ class Following(TorchFunctionMode):
     """Follows which tensors depend on parts, in the code between them.
 
     Args:
-        own: the loose parameters of this place, by name.
+        own, removed: the loose parameters of this place, and what stands for those of others, by name.
         place: names this rank in errors.
         is_first: whether the chunk is the first one, which may use numbers that it has drawn.
     """
 
-    def __init__(self, own: Mapping[str, Tensor], place: str, *, is_first: bool) -> None:
+    def __init__(self, own: Mapping[str, Tensor], removed: Mapping[str, Tensor], place: str, *, is_first: bool) -> None:
         super().__init__()
         self._place, self._is_first = place, is_first
         self.is_inside = False
@@ -56,6 +56,8 @@ class Following(TorchFunctionMode):
         self._known: dict[int, tuple[Tensor, Came, str]] = {}
         for name, tensor in own.items():
             self.note(tensor, Came.HERE, name)
+        for name, tensor in removed.items():
+            self.note(tensor, Came.ELSEWHERE, name)
 
     def note(self, value: Any, source: Came, name: str) -> None:
         """Note that the tensors of a value come from a part, here or at another place."""

@@ -55,6 +55,8 @@ class Passes:
         """Whether autograd records the forward, and keeps what its operations read."""
         self._copies: dict[int, float] = {}
         """When copies of activations are done, by number."""
+        self._first: list[int] = []
+        """Storages of tensors that a recomputation has made again: a pass holds its outputs until it ends."""
         self._landed, self._late = -1, -1
         """The tensor of the last gradient, and its storage once it is dropped: autograd has it until its hooks end."""
 
@@ -89,14 +91,14 @@ class Passes:
                 if self._job.system.copies and not whole.is_awaited:
                     flat, whole.storages = whole.storages, self._make_whole(spec)
                     self._clock.compute("copy", self._clock.kernel_s(Cost(moved_bytes=2 * spec.full_bytes)))
-                    for storage in flat:
-                        self._storages.drop(storage)
+                    self._storages.drop_all(flat)
                 self._note_wait(spec)
+        self._storages.drop_all(self._first)
+        self._first.clear()
 
     def _leave_last(self) -> None:
         """Drop what a module made, but for its output, which is the last tensor that it made."""
-        for storage in [*self.numbers.values()][:-1]:
-            self._storages.drop(storage)
+        self._storages.drop_all([*self.numbers.values()][:-1])
 
     # -- what the engine issues ---------------------------------------------------------------------------------------
 
@@ -109,8 +111,7 @@ class Passes:
                 self.landing.reduce(spec)
             elif kind == "release":
                 self._note_wait(spec)
-                for storage in self._whole.pop(unit).storages:
-                    self._storages.drop(storage)
+                self._storages.drop_all(self._whole.pop(unit).storages)
             # The time of a gather's event is that of its issue.
             self._clock.tick(event_of(spec, 0, phase, kind, steady.record))
             if kind == "gather":
@@ -157,6 +158,7 @@ class Passes:
     def _run(self, spec: UnitSpec, one: Instruction) -> None:
         clock, numbers = self._clock, self.numbers
         if one.kind == "make":
+            self._first.append(numbers.get(one.tensor, -1))
             numbers[one.tensor] = self._storages.make(one.nbytes, "activations", spec.name, one.what)
         elif one.kind == "drop":
             storage = numbers.pop(one.tensor, -1)  # none, if it became a gradient

@@ -5,7 +5,7 @@ must not know how a pass is played (`passes.py`), nor when messages arrive (`pla
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 from types import MappingProxyType
 from typing import Final, final
@@ -67,21 +67,21 @@ class Place:
                 made = flights[chunk, micro] = {}
                 play(chunk, micro, "forward", made, has_graph)
                 if not has_graph:
-                    self._drop(made.values())
+                    self._storages.drop_all(made.values())
                     outputs = pipe.messages.get((Kind.RECEIVE_INPUT, chunk + 1), ())
                     sending[chunk, micro] = [self._make(one) for one in outputs]
             elif kind is Kind.BACKWARD:
                 left = flights.pop((chunk, micro))
-                self._drop(sending.pop((chunk, micro), ()))
+                self._storages.drop_all(sending.pop((chunk, micro), ()))
                 play(chunk, micro, "backward", left, True)
                 for one in RECEIVES:
                     self._give(self._incoming.pop(Action(one, chunk, micro), []))
                 sent.append([*left.values()])  # what a backward leaves are the gradients of its input
-                self._drop(sent.popleft() if len(sent) > most else ())
+                self._storages.drop_all(sent.popleft() if len(sent) > most else ())
             else:
                 received, distance = SENT[kind]
                 clock.sent["pipe send"] += sum(nbytes for _, nbytes in pipe.messages[received, chunk + distance])
-        self._drop(chain.from_iterable(sent))
+        self._storages.drop_all(chain.from_iterable(sent))
         self._storages.pass_by(2 * pipe.tied_bytes, "transient", "", "gradients of tied weights")
         clock.wait("other places", pipe.end_s)
 
@@ -100,7 +100,3 @@ class Place:
     def _give(self, buffers: Sequence[tuple[Border, int]]) -> None:
         for border, storage in buffers:
             self._free.setdefault(border, []).append(storage)
-
-    def _drop(self, storages: Iterable[int]) -> None:
-        for one in storages:
-            self._storages.drop(one)

@@ -56,6 +56,11 @@ class Storages:
         if event is not None:
             self.events.append(Event(self._clock.now_s, -event.nbytes, *event[2:]))
 
+    def drop_all(self, numbers: Iterable[int]) -> None:
+        """Give the memory of several back."""
+        for one in numbers:
+            self.drop(one)
+
     def drop_late(self, number: int, kernels: int) -> None:
         """Give memory back when the host has queued so many kernels more, or waits for the device."""
         self._late.append((self._queued + kernels, number))

@@ -52,9 +52,9 @@ class Chunks:
             twins: the copy of each module.
             model: the copy.
         """
+        stand_in_on(torch.device("meta"), model, self.removed)
         parts = {twins[part]: named for part, named in self.cut.parts.items()}
-        chunked = ChunkedModel(model, dataclasses.replace(self.cut, parts=parts), self.own)
-        stand_in_on(torch.device("meta"), model, self.removed, chunked.absence)
+        chunked = ChunkedModel(model, dataclasses.replace(self.cut, parts=parts), self.own, self.removed)
         vars(model)["forward"] = chunked.replacement()
         return chunked
 
