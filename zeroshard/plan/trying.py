@@ -99,7 +99,9 @@ class Simulated:
         wanted: Callable[[Candidate], bool],
         looked_at: Callable[[int], None] = lambda count: None,
     ) -> Iterator[Candidate]:
-        """Yield configurations from the fastest on, and simulate only those that a bound does not leave out.
+        """Yield configurations from the fastest on, of equal ones that with less memory first.
+
+        Only those are simulated that a bound does not leave out.
 
         Args:
             bounds: of each configuration, what no simulation is below, or the simulation itself.
@@ -107,17 +109,17 @@ class Simulated:
             wanted: whether to yield a simulation; of a bound, whether it may be.
             looked_at: called with the number of configurations that are done.
         """
-        heap = [(-speed(one), place, one) for place, one in enumerate(bounds)]
+        heap = [(-speed(one), one.peak_bytes, place, one) for place, one in enumerate(bounds)]
         heapify(heap)
         count, done = len(heap), set[int]()
         while heap:
-            _, place, one = heappop(heap)
+            *_, place, one = heappop(heap)
             if place in done and wanted(one):
                 yield one
             elif place not in done and wanted(one):
                 done.add(place)
                 one = self(one.options)
-                heappush(heap, (-speed(one), place, one))
+                heappush(heap, (-speed(one), one.peak_bytes, place, one))
             looked_at(count - len(heap))
 
 

@@ -79,7 +79,7 @@ class Film:
         all_before: what is there when the step begins, in all memories.
         all_events: in all memories.
         sent_bytes: that the rank sends, by axis and kind.
-        step_s, exposed_s, update_s: of the step; waits of the compute lane in it; its update and what follows.
+        step_s, exposed_s, update_s: of the step; waits of the compute lane before its update; the update and its waits.
         offload_s: waits of the compute lane for the host, the bus and the disk.
         busy_s: what these three have to do, by lane.
         is_cpu: whether device and host are one memory, of one allocator.

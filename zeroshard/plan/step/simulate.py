@@ -191,7 +191,7 @@ class _Rank:
             if number == 1:
                 repeated = _totals(clock)
                 repeated.subtract(before_it)
-        start_s, offload_s = clock.now_s, clock.offload_s
+        start_s, offload_s, exposed_s = clock.now_s, clock.offload_s, clock.exposed_s
         self._passes.let_go()
         # Norms that clip gradients, the updates, and the roundings; from here on little waits for the device.
         self.storages.queue(UPDATE_QUEUED * sum(len(one.parameters) for one in job.updates))
@@ -213,7 +213,7 @@ class _Rank:
             *lists,
             MappingProxyType(sent),
             totals["time", "step"],
-            totals["time", "exposed"],
+            totals["time", "exposed"] - (clock.exposed_s - exposed_s),
             clock.now_s - start_s - (clock.offload_s - offload_s),
             totals["time", "offload"],
             MappingProxyType(busy_s),
