@@ -19,7 +19,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from .browser import browser
 from .rotation import RUNNING, TURNS, split, turn_of
+
+__all__ = ["browser"]
 
 PRELOAD = ("pytest", "tests.warm")
 PRELOAD_OF_TRANSFORMERS = "tests.integrations.tiny"

@@ -11,7 +11,6 @@ Note: untrusted text
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Mapping
 from io import TextIOWrapper
@@ -92,9 +91,10 @@ def main() -> None:
         hint = _hint(error)
         _fail(error.format_message().rstrip(".") + (f"; {hint}" if hint else ""), error.exit_code)
     except Exception as error:
+        from zeroshard.train.launch import joined_world_size, shows_all
         from zeroshard.watch.cause_file import VARIABLE, text_of  # imports torch
 
-        if "RANK" in os.environ or os.environ.get(VARIABLE) == "full" or {"--verbose", "-v"} & {*sys.argv}:
+        if joined_world_size() is not None or shows_all() or {"--verbose", "-v"} & {*sys.argv}:
             raise
         _fail(f"{text_of(error, error.__traceback__)}\n--verbose or {VARIABLE}=full shows all frames.", 1)
 

@@ -25,7 +25,7 @@ from zeroshard.parallel.absent import drawing_all, with_generator_of
 from zeroshard.parallel.batch import Batch
 from zeroshard.parallel.chunked import ChunkedModel
 from zeroshard.parallel.cut import Cut, cut_model, is_here, remove_others, stand_in_on
-from zeroshard.parallel.elsewhere import Absence
+from zeroshard.parallel.remote import Absence
 from zeroshard.parallel.runner import Loss, Runner
 from zeroshard.setup.automatic import STATES_PART, free_bytes
 from zeroshard.setup.request import Request, domain_of, place_of

@@ -143,8 +143,10 @@ def test_all_ranks_wait_for_the_slowest_owner() -> None:
     sent_s = [device.collective_s("all-to-all", turn.most_numel * 4, device.spread(4))] * 3
     for film in films:
         assert film.update_s == pytest.approx(alone_s + sum(sent_s), rel=0.01)
-    waited = [film.exposed_s for film in films]
+    # Waits of the update are a part of the update, and of nothing else.
+    waited = [sum(span.stop_s - span.start_s for span in film.lanes if span.is_exposed) for film in films]
     assert waited[1] == pytest.approx(waited[0] + alone_s, rel=0.01)
+    assert all(film.compute_s >= 0 and film.exposed_s + film.update_s <= film.step_s for film in films)
 
 
 @pytest.mark.parametrize(

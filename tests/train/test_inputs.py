@@ -76,7 +76,7 @@ def test_a_folder_in_the_place_of_a_file_is_named(tmp_path):
         load_config(tmp_path)
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "linked").symlink_to(tmp_path)
-    with pytest.raises(ValueError, match=r"^data.path: '.*linked' is a folder, but must be a regular file"):
+    with pytest.raises(ValueError, match=r"^data.path: '.*linked' is a link to a folder; remove it"):
         open_source(str(tmp_path / "texts"))
 
 

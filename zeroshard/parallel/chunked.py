@@ -5,9 +5,10 @@ schedules or messages. Read `parallel/cut.py` first.
 
 Note: one forward, a chunk at a time
     The user's forward runs at every place, with the same inputs. Parts of earlier chunks are not called: they return
-    their input, or zeros of the shape that they return elsewhere. The first part of the chunk gets the tensors of the
-    *border*, which the place before has sent, in their place. The first part of the next chunk ends the forward: its
-    arguments are the border there. So code between the parts (masks, positions) runs at each place, on real inputs.
+    tensors without contents (`parallel/remote.py`), of the shapes that they return at their own place. The first part
+    of the chunk gets the tensors of the *border*, which the place before has sent, in their place. The first part of
+    the next chunk ends the forward: its arguments are the border there. So code between the parts (masks, positions)
+    runs at each place, on real inputs.
 Note: what crosses a border
     In the first forward of each shape, a mode of torch follows what code between parts computes. An argument at the
     border is sent if it depends on an output of a part, or on a loose parameter. A value that depends on a part of
@@ -25,8 +26,8 @@ import torch
 from torch import Tensor, nn
 
 from zeroshard.parallel.cut import Cut
-from zeroshard.parallel.elsewhere import Absence, Elsewhere, elsewhere
 from zeroshard.parallel.following import Came, Following
+from zeroshard.parallel.remote import Absence, Remote, remote
 from zeroshard.torch_private import call_through, version_of
 from zeroshard.tree import find, map_tensors
 
@@ -271,7 +272,7 @@ class ChunkedModel:
         return output
 
     def _refuse_in_recomputation(self, name: str, args: Any, kwargs: Any) -> None:
-        if find((args, kwargs), Elsewhere):
+        if find((args, kwargs), Remote):
             raise RuntimeError(
                 f"{self.place} torch.utils.checkpoint runs '{name}' again, without the tensors that its place of the "
                 "pipe was sent. Write activations='recompute' in zs.pipeline() instead."
@@ -295,10 +296,10 @@ class ChunkedModel:
 
         def stand_in(border: Border) -> Tensor:
             # What was given may be the user's, and be written to.
-            if isinstance(first, Elsewhere) and tuple(first.shape) == border.shape and first.dtype == border.dtype:
-                return elsewhere(first.detach(), name, self.absence)
+            if isinstance(first, Remote) and tuple(first.shape) == border.shape and first.dtype == border.dtype:
+                return remote(first.detach(), name, self.absence)
             made = torch.zeros(border.shape, dtype=border.dtype, device=self._device)
-            return elsewhere(made, name, self.absence)
+            return remote(made, name, self.absence)
 
         output = map_tensors(known[number], stand_in, Border)
         if self._following is not None:  # those of a trace are of no class
@@ -356,7 +357,7 @@ class ChunkedModel:
     def _refuse(self, given: Any, who: str) -> None:
         """Raise if a part, or the output, needs a value that is not here, or random numbers of its own place."""
         for tensor in find(given, Tensor):
-            if isinstance(tensor, Elsewhere):
+            if isinstance(tensor, Remote):
                 raise RuntimeError(
                     f"{self.place} {who} needs a value of '{tensor.origin}', which is at another place of the pipe, "
                     "and which the first module of the chunk is not given: a skip over the border of a chunk. Cut "

@@ -22,7 +22,7 @@ from zeroshard.core.undo import Undo
 from zeroshard.describe.blocks import find_blocks
 from zeroshard.describe.ignored import ignored_of
 from zeroshard.describe.units import choose_units
-from zeroshard.parallel.elsewhere import Absence, elsewhere
+from zeroshard.parallel.remote import Absence, remote
 from zeroshard.table.pipeline import balanced
 
 __all__ = ["Cut", "cut_model", "is_here", "own_bytes", "registered", "remove_others", "stand_in_on"]
@@ -254,7 +254,7 @@ def remove_others(
         for inner in part.modules() if chunk not in own else ():
             for key in inner._buffers.keys() - inner._non_persistent_buffers_set:
                 if (buffer := inner._buffers[key]) is not None and absence is not None:
-                    buffer = elsewhere(buffer, cut.parts[part][0], absence)
+                    buffer = remote(buffer, cut.parts[part][0], absence)
                 _move(inner, inner._buffers, key, buffer, undo)
     return removed
 
@@ -274,7 +274,7 @@ def stand_in_on(
     for name, tensor in removed.items():
         path, _, key = name.rpartition(".")
         made = torch.zeros((), dtype=tensor.dtype, device=device).expand(tensor.shape)
-        removed[name] = made if absence is None else elsewhere(made, name, absence)
+        removed[name] = made if absence is None else remote(made, name, absence)
         vars(model.get_submodule(path))[key] = removed[name]
 
 

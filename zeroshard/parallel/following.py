@@ -11,7 +11,7 @@ from typing import Any, final
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from zeroshard.parallel.elsewhere import SHAPE_OF_SECOND, VALUE_FREE, Elsewhere, writes
+from zeroshard.parallel.remote import SHAPE_OF_SECOND, VALUE_FREE, Remote, writes
 from zeroshard.torch_private import base_of
 from zeroshard.tree import find
 
@@ -66,7 +66,7 @@ class Following(TorchFunctionMode):
 
     def source_of(self, tensor: Tensor) -> tuple[int, str]:
         """Return where a tensor comes from, and the part; 0 if it depends on none."""
-        if isinstance(tensor, Elsewhere):
+        if isinstance(tensor, Remote):
             return Came.ELSEWHERE, tensor.origin
         _, source, name = self._known.get(id(tensor), (tensor, 0, ""))
         return source, name

@@ -39,6 +39,7 @@ __all__ = [
     "launch_ranks",
     "name_launcher",
     "seconds_running",
+    "shows_all",
 ]
 
 _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -83,6 +84,11 @@ def name_launcher() -> str:
     process, boot = os.getppid(), Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     started = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[_STARTED]
     return f"process {process} on {socket.gethostname()}, started {started} ticks after the boot {boot}"
+
+
+def shows_all() -> bool:
+    """Return whether an error is to be told with all its frames."""
+    return os.environ.get(_TRACEBACK) == "full"
 
 
 def is_own_launch() -> bool:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from zeroshard.torch_private import NoSubclasses, base_of, is_fake
 from zeroshard.tree import find, map_tensors
 
-__all__ = ["Absence", "Elsewhere", "SHAPE_OF_SECOND", "VALUE_FREE", "elsewhere", "writes"]
+__all__ = ["Absence", "Remote", "SHAPE_OF_SECOND", "VALUE_FREE", "remote", "writes"]
 
 VALUE_FREE: Final = frozenset(
     {
@@ -67,7 +67,7 @@ class Absence:
             self.written.clear()
 
 
-class Elsewhere(Tensor):
+class Remote(Tensor):
     """A value of another place; `origin` is the module that it comes from, `absence` what it has in common."""
 
     origin: str
@@ -77,7 +77,7 @@ class Elsewhere(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Compute a value that depends on one of another place."""
         kwargs = kwargs or {}
-        given = find((args, kwargs), Elsewhere)
+        given = find((args, kwargs), Remote)
         name = getattr(func, "__name__", "")
         if name in TELLS:
             raise RuntimeError(
@@ -87,12 +87,12 @@ class Elsewhere(Tensor):
             )
         with NoSubclasses():
             result = func(*args, **kwargs)
-        if func in VALUE_FREE or (func in SHAPE_OF_SECOND and not isinstance(args[0], Elsewhere)):
+        if func in VALUE_FREE or (func in SHAPE_OF_SECOND and not isinstance(args[0], Remote)):
             return result
         if writes(name, kwargs):
             for one in find(kwargs.get("out", args[:1]), Tensor):
                 _empty(one, given[0])
-        return map_tensors(result, lambda one: one if isinstance(one, Elsewhere) else _like(one, given[0]))
+        return map_tensors(result, lambda one: one if isinstance(one, Remote) else _like(one, given[0]))
 
 
 def writes(name: str, kwargs: Any) -> bool:
@@ -101,23 +101,23 @@ def writes(name: str, kwargs: Any) -> bool:
     return is_in_place or name in ("__setitem__", "__set__") or name.startswith("__i") or "out" in kwargs
 
 
-def elsewhere(tensor: Tensor, origin: str, absence: Absence) -> Tensor:
+def remote(tensor: Tensor, origin: str, absence: Absence) -> Tensor:
     """Return a tensor as a value of another place, of which it has the shape; a fake one of a trace as it is."""
     if is_fake(tensor):
         return tensor
-    found = tensor.as_subclass(Elsewhere)
+    found = tensor.as_subclass(Remote)
     found.origin, found.absence = origin, absence
     return found
 
 
-def _like(tensor: Tensor, other: Elsewhere) -> Tensor:
-    return elsewhere(tensor, other.origin, other.absence)
+def _like(tensor: Tensor, other: Remote) -> Tensor:
+    return remote(tensor, other.origin, other.absence)
 
 
-def _empty(tensor: Tensor, other: Elsewhere) -> None:
+def _empty(tensor: Tensor, other: Remote) -> None:
     """Have a tensor, and what it is a view of, count as a value of another place until the forward ends."""
     for one in (tensor, base_of(tensor)):
-        if one is not None and not isinstance(one, Elsewhere | nn.Parameter):
-            one.__class__ = Elsewhere
+        if one is not None and not isinstance(one, Remote | nn.Parameter):
+            one.__class__ = Remote
             one.origin, one.absence = other.origin, other.absence  # type: ignore[attr-defined]
             other.absence.written.append(one)

@@ -1,5 +1,0 @@
-"""The browser of the tests of the report page."""
-
-from tests.report.conftest import browser
-
-__all__ = ["browser"]
