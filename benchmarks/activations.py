@@ -31,6 +31,7 @@ from zeroshard.plan.trace.tracer import trace_step
 from zeroshard.plan.trace.treated import Unwatched
 from zeroshard.setup.takeover import axis_of
 from zeroshard.table.schedule import ROOT
+from zeroshard.table.sizes import MIB
 from zeroshard.table.trace import Ledger
 from zeroshard.train.models.gpt import GPT, Block, GPTConfig
 from zeroshard.wire.comm import SoloComm
@@ -153,9 +154,9 @@ def main() -> None:
     first = statistics.median(rows[asked.treatments[0]]["seconds"])
     for how, row in rows.items():
         predicted, peak = row["predicted_bytes"], row["peak_bytes"]
-        error = "" if predicted is None else f" predicted {predicted / 1e6:8.1f} ({predicted / peak - 1:+.2%})"
+        error = "" if predicted is None else f" predicted {predicted / MIB:8.1f} ({predicted / peak - 1:+.2%})"
         times = f"{statistics.median(row['seconds']):6.2f} s, {statistics.median(row['seconds']) / first:.3f}"
-        print(f"{how:24} peak {peak / 1e6:8.1f} MB{error:30} saved {row['kept_bytes'] / 1e6:8.1f} MB  {times}")
+        print(f"{how:24} peak {peak / MIB:8.1f} MiB{error:30} saved {row['kept_bytes'] / MIB:8.1f} MiB  {times}")
     if asked.output:
         sizes = {name: getattr(asked, name) for name in ("depth", "context", "batch")}
         write_result(asked.output, {**circumstances("benchmarks.activations"), "sizes": sizes, "rows": rows})

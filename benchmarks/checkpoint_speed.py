@@ -30,6 +30,7 @@ from torch.distributed.fsdp import fully_shard
 import zeroshard as zs
 from benchmarks.cases import CASES
 from benchmarks.machine import circumstances, write_result
+from zeroshard.table.sizes import size_text
 from zeroshard.testing import run_ranks
 
 __all__ = ["main", "measure", "to_markdown"]
@@ -143,7 +144,7 @@ def _step(case: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> None
 
 def to_markdown(result: dict[str, Any]) -> str:
     """Return the table that people read: medians, and between which values; the ratio is taken round by round."""
-    sizes = ", ".join(f"{name} {size / 1e6:,.0f} MB" for name, size in result["bytes"].items())
+    sizes = ", ".join(f"{name} {size_text(size)}" for name, size in result["bytes"].items())
     lines = [
         f"{result['case']}, AdamW, {result['ranks']} ranks at stage {result['stage']}, "
         f"{result['machine']['cores']} cores; {sizes}. "

@@ -25,6 +25,7 @@ import torch
 import zeroshard as zs
 from benchmarks.cases import CASES, make_batch, make_model
 from benchmarks.machine import circumstances, put_table, write_result
+from zeroshard.table.sizes import MIB
 
 CASE: Final = "gpt-8m"
 TOKENS: Final = 32
@@ -249,13 +250,13 @@ def table_of(result: Mapping[str, Any]) -> str:
     """Return the tables for the page."""
     counted = result["bytes"]
     steps = next(one["steps"] for one in counted.values())
-    lines = [f"| over {steps} steps | MB by the transport | of gradients | MB by the cable |"]
+    lines = [f"| over {steps} steps | MiB by the transport | of gradients | MiB by the cable |"]
     lines.append("|---|---:|---:|---:|")
     whole = counted["replicas=2"]["in"]
     for mode, one in counted.items():
         name = "gradients in each step" if mode == "replicas=2" else f"every {EVERY}, {mode}"
         parts = f"1 / {whole / one['in']:.2f}"
-        lines.append(f"| {name} | {one['in'] / 1e6:,.1f} | {parts} | {one['cable in'] / 1e6:,.1f} |")
+        lines.append(f"| {name} | {one['in'] / MIB:,.1f} | {parts} | {one['cable in'] / MIB:,.1f} |")
     quiet = [one for mode, one in counted.items() if mode != "replicas=2"]
     heartbeats = sum(one["cable between"] for one in quiet) / sum(one["between_s"] for one in quiet)
     sent = sum(one["between"] for one in quiet)

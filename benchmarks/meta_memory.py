@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 4 -m benchmarks.meta_memory
 
 Shows the most resident memory of each rank (`VmHWM`, counted from before the model is made) beside what
-`zero.memory()` predicts, and writes both to `benchmarks/results/meta_memory.json`. On 4 ranks it takes 13 GB.
+`zero.memory()` predicts, and writes both to `benchmarks/results/meta_memory.json`. On 4 ranks it takes 12 GiB.
 """
 
 import argparse
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import zeroshard as zs
 from benchmarks.machine import circumstances, write_result
+from zeroshard.table.sizes import size_text
 
 RESULT = Path(__file__).parent / "results" / "meta_memory.json"
 
@@ -99,7 +100,7 @@ def main() -> None:
         print(f"{parameters / 1e9:.3f}B parameters, loss {loss.item():.4f}, shard {made_s:.0f} s, step {step_s:.0f} s")
         for rank, row in enumerate(ranks):
             ratio = row["peak"] / row["predicted"]
-            print(f"rank {rank}: {', '.join(f'{k} {v / 1e6:,.0f} MB' for k, v in row.items())}; ratio {ratio:.3f}")
+            print(f"rank {rank}: {', '.join(f'{k} {size_text(v)}' for k, v in row.items())}; ratio {ratio:.3f}")
     dist.destroy_process_group()
 
 

@@ -19,6 +19,7 @@ from tools.virtual_clock import VirtualClock
 from zeroshard.activations.offloaded import Offload
 from zeroshard.store.bus import EmulatedBus
 from zeroshard.table.activations import Offloaded
+from zeroshard.table.sizes import MIB
 from zeroshard.train.models.gpt import GPT, GPTConfig
 
 
@@ -42,7 +43,7 @@ def main() -> None:
     parser.add_argument("--times", type=float, nargs="*", default=[1.0, 1000.0], help="speeds, in those of this CPU")
     parser.add_argument("--steps", type=int, default=3)
     args = parser.parse_args()
-    print("| activations | device | peak MB | step s | to host MB | copies | host CPU s in copies | stalls |")
+    print("| activations | device | peak MiB | step s | to host MiB | copies | host CPU s in copies | stalls |")
     print("|---|--:|--:|--:|--:|--:|--:|--:|")
     for treatment in TREATMENTS:
         for times in args.times if "offload" in str(treatment).lower() else args.times[:1]:
@@ -83,9 +84,9 @@ def row(args: argparse.Namespace, treatment: object, times: float) -> str:
     cells = (
         treatment or "kept",
         f"{times:g} x",
-        f"{peak / 1e6:.1f}",
+        f"{peak / MIB:.1f}",
         f"{statistics.median(seconds):.2f}",
-        f"{max((link.host_peak_bytes for link in links), default=0) / 1e6:.1f}",
+        f"{max((link.host_peak_bytes for link in links), default=0) / MIB:.1f}",
         bus.count // (args.steps + 2),
         f"{statistics.median(copies):.3f}",
         f"{statistics.median(stalls):.1%}",

@@ -36,6 +36,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from zeroshard.plan.trace.events import Event, Phase, Trace
 from zeroshard.plan.trace.tracer import trace_step
 from zeroshard.table.activations import PRODUCTS
+from zeroshard.table.sizes import MIB
 from zeroshard.train.models.gpt import GPT, GPTConfig
 
 __all__ = ["Block", "Measured", "follow_all_threads", "measure_gpt", "measure_peak", "peak_of", "trace_gpt", "treat"]
@@ -266,7 +267,7 @@ def main() -> None:
         trace_s = time.perf_counter() - start_s
         peak = peak_of(trace)
         print(
-            f"{treatment:10} measured {measured.peak_bytes / 1e6:9.3f} MB, predicted {peak.nbytes / 1e6:9.3f} MB "
+            f"{treatment:10} measured {measured.peak_bytes / MIB:9.3f} MiB, predicted {peak.nbytes / MIB:9.3f} MiB "
             f"({peak.nbytes / measured.peak_bytes - 1:+.3%}) in {trace_s:.1f} s; "
             f"{peak.phase}, {peak.module}, {peak.operation}; measured at {' > '.join(measured.at[-2:])}"
         )

@@ -22,10 +22,10 @@ from typing import Any
 
 from benchmarks.machine import circumstances, write_result
 from zeroshard.table.settings import WIRE_BYTES
+from zeroshard.table.sizes import MIB
 
 __all__ = ["main"]
 
-MIB = 1 << 20
 SIZES = tuple(number * MIB for number in (1, 4, 16, 32, 64, 256))
 WARM_UP = 4
 """Rounds that are not counted: passes are agreed in the first steps."""
@@ -123,7 +123,7 @@ def main() -> None:
             print(f"{asked.case}, {ranks} ranks, stage {stage}")
             for row in found["sizes"]:
                 quotients = [f"{name} {value:.3f}" for name, value in row.items() if name.endswith("default")]
-                nbytes = f"transient {row['transient_bytes'] / 1e6:.1f} MB"
+                nbytes = f"transient {row['transient_bytes'] / MIB:.1f} MiB"
                 print(f"  {row['wire_bytes'] // MIB:4} MiB: {'; '.join([*quotients, nbytes])}", flush=True)
             write_result(asked.output, circumstances("benchmarks.pieces") | {"results": results})
 

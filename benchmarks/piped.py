@@ -36,6 +36,7 @@ from benchmarks.cases import CASES, GPT, make_batch, make_model
 from benchmarks.machine import circumstances, write_result
 from benchmarks.peaks import measure_peak
 from benchmarks.report import aligned, ratio_of_medians, show
+from zeroshard.table.sizes import MIB
 from zeroshard.testing import run_ranks
 
 __all__ = ["CONTESTANTS", "best_of", "compare", "main"]
@@ -272,7 +273,7 @@ def main(arguments: list[str] | None = None) -> None:
     sizes = given.case, given.samples, given.micro_batches, given.warmup, given.rounds
     by_rank = run_ranks(compare, 2 * PLACES, names, *sizes, timeout_s=900.0 + 120 * (given.warmup + given.rounds))
     base, expected = by_rank[0][BASE], _losses(by_rank, BASE)
-    table, result = [" | step | of torch's | CPU of all ranks | peak by rank, MB | of torch's"], dict[str, Any]()
+    table, result = [" | step | of torch's | CPU of all ranks | peak by rank, MiB | of torch's"], dict[str, Any]()
     for name in names:
         seconds, losses = by_rank[0][name]["step_s"], _losses(by_rank, name)
         off = max(abs(a / b - 1) for a, b in zip(losses, expected, strict=True))
@@ -300,7 +301,7 @@ def main(arguments: list[str] | None = None) -> None:
             f"{1e3 * median(seconds):.0f} ms",
             show(step),
             f"{median(cpu_s):.2f} s",
-            " ".join(f"{peak / 1e6:.0f}" for peak in peaks),
+            " ".join(f"{peak / MIB:.0f}" for peak in peaks),
             " ".join(f"{ratio:.3f}" for ratio in ratios),
         )
         table.append(" | ".join(shown))

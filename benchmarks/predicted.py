@@ -42,6 +42,7 @@ from benchmarks.machine import circumstances, write_result
 from benchmarks.peaks import Block, measure_peak
 from tools.models import loss_of
 from tools.published import wide
+from zeroshard.table.sizes import MIB
 from zeroshard.testing import run_ranks
 from zeroshard.train.models.gpt import GPT, GPTConfig
 from zeroshard.train.models.gpt import Block as GPTBlock
@@ -550,8 +551,8 @@ def main() -> None:
             print(f"{case}: {rows[-1]['refused']}", flush=True)
             continue
         print(
-            f"{case!s:64} peak {rows[-1]['measured']['peak_bytes'] / 1e6:8.3f} MB, predicted {rows[-1]['error']:+.3%}, "
-            f"first step {rows[-1]['first_step_error'] or 0:+.2%}, resident "
+            f"{case!s:64} peak {rows[-1]['measured']['peak_bytes'] / MIB:8.3f} MiB, "
+            f"predicted {rows[-1]['error']:+.3%}, first step {rows[-1]['first_step_error'] or 0:+.2%}, resident "
             f"{'exact' if rows[-1]['is_resident_exact'] else 'WRONG'}, {time.perf_counter() - start_s:.0f} s",
             flush=True,
         )

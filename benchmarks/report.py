@@ -15,6 +15,7 @@ import numpy as np
 
 from benchmarks.cases import CASES
 from benchmarks.peers import CONTESTANTS, reference_of
+from zeroshard.table.sizes import MIB
 
 __all__ = [
     "Ratio",
@@ -39,7 +40,6 @@ GPU: Final = "gpu.json"
 BEGIN, END = "<!-- table: results -->", "<!-- end -->"
 """What lies between these lines of the page is written by `write_tables`."""
 
-_MB: Final = 1e6
 _GB: Final = 1e9
 _RESAMPLES: Final = 2000
 _OWN_COLOUR, _PEER_COLOUR = "tab:orange", "tab:gray"
@@ -190,7 +190,7 @@ def time_table(heats: Heats, setting: Mapping[str, Any]) -> list[str]:
         rows.append(_time_row(name, series[name], ratio, setting))
     loads = ", ".join(f"{heat['load_before']:.1f}" for heat in heats)
     return [
-        f"| | step, ms (MAD) | tokens/s | to {reference} (95%) | CPU s a step | MB sent | predicted | losses |",
+        f"| | step, ms (MAD) | tokens/s | to {reference} (95%) | CPU s a step | MiB sent | predicted | losses |",
         "|---|--:|--:|--:|--:|--:|--:|--:|",
         *rows,
         "",
@@ -211,8 +211,8 @@ def _time_row(name: str, one: Mapping[str, Any], ratio: Ratio, setting: Mapping[
         f"{tokens / step_s:,.0f}",
         show(ratio),
         f"{median(one['cpu_s']):.3f}",
-        f"{median(one['wire_bytes']) / _MB:.1f}",
-        f"{one['predicted']['step_bytes'] / _MB:.1f}" if one["predicted"] else "",
+        f"{median(one['wire_bytes']) / MIB:.1f}",
+        f"{one['predicted']['step_bytes'] / MIB:.1f}" if one["predicted"] else "",
         f"{one['loss_deviation']:.0e}" if "loss_deviation" in one else "",
     ]
     return f"| {' | '.join(cells)} |"
@@ -247,12 +247,12 @@ def scaling_table(results: Sequence[Mapping[str, Any]]) -> list[str]:
 def memory_table(memory: Mapping[str, Any]) -> list[str]:
     """Return a table of peak resident bytes above imports, a pair of columns for each setting of the allocator."""
     titles = list(memory)
-    head = " | ".join(f"peak, MB, {title} | in steps" for title in titles)
+    head = " | ".join(f"peak, MiB, {title} | in steps" for title in titles)
     lines = [f"| | {head} | predicted |", f"|---|{'--:|' * (2 * len(titles) + 1)}"]
     for name in memory[titles[0]]:
         found = [memory[title][name] for title in titles]
-        cells = [f"{one[key] / _MB:.0f}" for one in found for key in ("peak_bytes", "step_peak_bytes")]
-        predicted = f"{found[0]['predicted']['held_bytes'] / _MB:.0f}" if found[0]["predicted"] else ""
+        cells = [f"{one[key] / MIB:.0f}" for one in found for key in ("peak_bytes", "step_peak_bytes")]
+        predicted = f"{found[0]['predicted']['held_bytes'] / MIB:.0f}" if found[0]["predicted"] else ""
         lines.append(f"| {' | '.join([_name(name), *cells, predicted])} |")
     return lines
 
@@ -262,7 +262,7 @@ def gpu_table(section: Mapping[str, Any]) -> list[str]:
     first = section["first"]
     base = section["entrants"][first]
     lines = [
-        f"| | step, ms (MAD) | to {first} (95%) | plan | allocated, MB | to {first} | plan | reserved/allocated |",
+        f"| | step, ms (MAD) | to {first} (95%) | plan | allocated, MiB | to {first} | plan | reserved/allocated |",
         "|---|--:|--:|--:|--:|--:|--:|--:|",
     ]
     for name, one in section["entrants"].items():
@@ -273,9 +273,9 @@ def gpu_table(section: Mapping[str, Any]) -> list[str]:
         cells.append(f"{planned['step_s'] * 1e3:.1f}" if planned else "")
         if one["allocated_bytes"]:
             cells += [
-                f"{one['allocated_bytes'] / _MB:,.0f}",
+                f"{one['allocated_bytes'] / MIB:,.0f}",
                 f"{one['allocated_bytes'] / base['allocated_bytes']:.3f}",
-                f"{planned['allocated_bytes'] / _MB:,.0f}" if planned else "",
+                f"{planned['allocated_bytes'] / MIB:,.0f}" if planned else "",
                 f"{one['reserved_bytes'] / one['allocated_bytes']:.3f}",
             ]
         else:
@@ -337,8 +337,8 @@ def _plot(steps: Sequence[Mapping[str, Any]], results: Sequence[Mapping[str, Any
         left.axvline(1.0, color="black", linewidth=0.8)
         right.set_visible(place in memory)
         peaks = next(iter(memory[place].values())) if place in memory else {}
-        shown = {name: one["peak_bytes"] / _MB for name, one in peaks.items()}
-        _bars(right, shown, f"{title}: peak memory, MB")
+        shown = {name: one["peak_bytes"] / MIB for name, one in peaks.items()}
+        _bars(right, shown, f"{title}: peak memory, MiB")
     figure.savefig(path, dpi=110)
 
 

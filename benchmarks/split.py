@@ -29,6 +29,7 @@ from benchmarks.cases import CASES
 from benchmarks.machine import circumstances, write_result
 from benchmarks.peaks import measure_peak
 from benchmarks.report import aligned, ratio_of_medians
+from zeroshard.table.sizes import size_text
 from zeroshard.testing import run_ranks
 from zeroshard.train.models.gpt import GPT, GPTConfig
 
@@ -183,7 +184,7 @@ def main(arguments: list[str] | None = None) -> None:
             name,
             f"{1e3 * median(one['step_s']):.0f} ms",
             f"{ratio:.3f} ({low:.3f} to {high:.3f})",
-            f"{peak / 1e6:.1f} MB",
+            f"{size_text(peak)}",
             f"{peak / base_peak:.3f}",
         )
         table.append(" | ".join(shown))

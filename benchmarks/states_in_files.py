@@ -4,7 +4,7 @@
     python -m benchmarks.states_in_files --folder /scratch --parameters   # parameters, too; memory alone
 
 Owns the comparison. A GPT of 124M parameters (768 wide, 12 blocks, 50,257 tokens, the head tied to the embedding, whose
-states alone are 309 MB) trains in fp32 on one rank, in a process of its own for each place: without states (SGD), with
+states alone are 295 MiB) trains in fp32 on one rank, in a process of its own for each place: without states (SGD), with
 AdamW's in memory, in a file; or at stage 3 with states and parameters in a file. Resident memory is what the kernel
 counts as the process's own (Rss without files and shared memory), between steps and at most during `optimizer.step()`.
 Memory for states is what is above the run without any. The disk is read and written in turn with the updates: the same

@@ -22,6 +22,7 @@ import zeroshard as zs
 from benchmarks.machine import circumstances, write_result
 from benchmarks.peaks import measure_peak
 from zeroshard.integrations.transformers import Trainer, on_meta
+from zeroshard.table.sizes import size_text
 from zeroshard.testing import run_ranks
 
 __all__ = ["CONTESTANTS", "main"]
@@ -133,8 +134,8 @@ def main() -> None:
             planned = plan_of(folder, stage) if name.startswith("zeroshard") else None
         peaks = [peak for peak, _ in found]
         rows[name] = {"peak_bytes by rank": peaks, "at": [" ".join(at) for _, at in found], "planned_bytes": planned}
-        said = "" if planned is None else f", plan {planned / 1e6:,.0f} MB: {max(peaks) / planned:.3f}"
-        print(f"{name}: {', '.join(f'{peak / 1e6:,.0f} MB' for peak in peaks)}{said} {found[0][1]}", flush=True)
+        said = "" if planned is None else f", plan {size_text(planned)}: {max(peaks) / planned:.3f}"
+        print(f"{name}: {', '.join(f'{size_text(peak)}' for peak in peaks)}{said} {found[0][1]}", flush=True)
     if given.output is not None:
         known = circumstances("benchmarks.trainer_memory", ("torch", "transformers"))
         write_result(given.output, known | {"batch": BATCH, "sequence": SEQUENCE, "contestants": rows})

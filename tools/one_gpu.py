@@ -17,6 +17,7 @@ from benchmarks.machine import put_table
 from zeroshard.plan.machine.hardware import Device
 from zeroshard.plan.machine.presets import DEVICES
 from zeroshard.plan.margins import margin_of
+from zeroshard.table.sizes import GIB
 
 __all__ = ["Needs", "best_table", "needs_of", "needs_table", "read_needs"]
 
@@ -44,9 +45,8 @@ PLACES: Final[Mapping[str, zs.Offload | None]] = MappingProxyType(
 SIZES: Final = MappingProxyType({24: DEVICES["rtx4090"], 48: DEVICES["l40s"], 80: DEVICES["h100-80"]})
 """Devices by their memory in GB."""
 HOSTS: Final = (64, 128, 512)
-"""Memory of the host in GB."""
+"""Memory of the host in GiB."""
 MICRO_BATCHES: Final = 16
-GIB: Final = 2**30
 TENTH: Final = 10
 
 
@@ -57,21 +57,21 @@ class Needs:
 
     Args:
         device_gib: of the device, with the error of nine plans in ten on top, and the context.
-        host_gb, file_gb: of the host and of a disk.
+        host_gib, file_gib: of the host and of a disk.
         step_s: of 16 micro-batches of 2,048 tokens on each of `SIZES`.
     """
 
     model: str
     place: str
     device_gib: float
-    host_gb: float
-    file_gb: float
+    host_gib: float
+    file_gib: float
     step_s: tuple[float, ...]
 
     def row(self) -> str:
         """Return the line of the table."""
         times = [f"{one:.1f}" for one in self.step_s]
-        numbers = [f"{one:.1f}" for one in (self.device_gib, self.host_gb, self.file_gb)]
+        numbers = [f"{one:.1f}" for one in (self.device_gib, self.host_gib, self.file_gib)]
         return f"| {' | '.join([self.model, self.place, *numbers, *times])} |"
 
 
@@ -94,7 +94,7 @@ def needs_of(model: str, place: str) -> Needs:
     plans = [plan_of(model, place, device) for device in SIZES.values()]
     one = plans[-1]
     device_bytes = one.reserved_bytes * (1 + margin_of(one.asked).nine_tenths) + one.outside_bytes
-    numbers = device_bytes / GIB, one.host_bytes / 1e9, one.file_bytes / 1e9
+    numbers = device_bytes / GIB, one.host_bytes / GIB, one.file_bytes / GIB
     # As the page has them: up, so that what fits by these numbers does fit.
     return Needs(model, place, *(_up(number) for number in numbers), tuple(round(plan.step_s, 1) for plan in plans))
 
@@ -104,7 +104,7 @@ def _up(number: float) -> float:
 
 
 HEAD: Final = (
-    "| model | place | device, GiB | host, GB | disk, GB | s a step, 24 GB | 48 GB | 80 GB |\n"
+    "| model | place | device, GiB | host, GiB | disk, GiB | s a step, 24 GB | 48 GB | 80 GB |\n"
     + "|---|---|"
     + "---|" * 6
 )
@@ -128,7 +128,7 @@ def read_needs(page: str) -> list[Needs]:
 
 def best_table(needs: Sequence[Needs]) -> str:
     """Return the second table: the largest model that fits, where a disk may be used and where not."""
-    heads = [f"{host} GB of the host{disk}" for host in HOSTS for disk in ("", ", and a disk")]
+    heads = [f"{host} GiB of the host{disk}" for host in HOSTS for disk in ("", ", and a disk")]
     lines = [f"| device | {' | '.join(heads)} |", "|---|" + "---|" * len(heads)]
     for place, (gb, device) in enumerate(SIZES.items()):
         cells = [_best(needs, place, device, host, has_disk) for host in HOSTS for has_disk in (False, True)]
@@ -136,12 +136,12 @@ def best_table(needs: Sequence[Needs]) -> str:
     return "\n".join(lines)
 
 
-def _best(needs: Sequence[Needs], place: int, device: Device, host_gb: int, has_disk: bool) -> str:
+def _best(needs: Sequence[Needs], place: int, device: Device, host_gib: int, has_disk: bool) -> str:
     """Return the largest model that fits, in the place where a step takes least."""
     fitting = [
         one
         for one in needs
-        if one.device_gib * GIB <= device.memory_bytes and one.host_gb <= host_gb and (has_disk or not one.file_gb)
+        if one.device_gib * GIB <= device.memory_bytes and one.host_gib <= host_gib and (has_disk or not one.file_gib)
     ]
     if not fitting:
         return "none"

@@ -22,6 +22,7 @@ import zeroshard as zs
 from benchmarks.machine import circumstances, put_table
 from benchmarks.report import ratio_of_medians, ratios_of
 from tools import ages, captures
+from zeroshard.table.sizes import GIB, MIB
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -78,13 +79,13 @@ def origin(*names: str) -> str:
 
 
 def residency_table() -> str:
-    """Return the residency table: where each column lives, in megabytes of rank 0, and a 7B model's plan beside it."""
+    """Return the residency table: where each column lives, in MiB of rank 0, and a 7B model's plan beside it."""
     kept = read(KEPT_STAGES)
     summaries = [kept["runs"][f"stage-{stage}"] for stage in STAGES]
     first = summaries[0]
     lines = [
         f"{kept['machine']}: {first['model']}; fp32, AdamW, {first['world_size']} ranks.",
-        "MB (1e6 bytes) of each rank, measured ([readme.json](benchmarks/results/readme.json), "
+        "MiB of each rank, measured ([readme.json](benchmarks/results/readme.json), "
         f"{origin(KEPT_STAGES.name)}). Last column: Llama 2 7B, planned.",
         "",
         "| | optimizer states | gradients | parameters | kept in all | transient, at most | sent a step | 7B, GiB |",
@@ -95,9 +96,9 @@ def residency_table() -> str:
         if rank["predicted_bytes"] != rank["peak_bytes"]:
             raise SystemExit(f"{one['name']}: predicted {rank['predicted_bytes']}, measured {rank['peak_bytes']}")
         held, sent = rank["resident_bytes"], sum(rank["sent_bytes"][kind] for kind in ("gather", "reduce"))
-        cells = [f"{kept} {_mb(held[column])}" for kept, column in zip(KEPT[one["row"]], COLUMNS[:3], strict=True)]
-        cells += [_mb(sum(held[column] for column in COLUMNS[:3])), _mb(rank["peak_bytes"]["transient"])]
-        cells += [_mb(sent / one["steps"]), f"{plan_of_7b(stage).total_bytes / 2**30:.1f}"]
+        cells = [f"{kept} {_mib(held[column])}" for kept, column in zip(KEPT[one["row"]], COLUMNS[:3], strict=True)]
+        cells += [_mib(sum(held[column] for column in COLUMNS[:3])), _mib(rank["peak_bytes"]["transient"])]
+        cells += [_mib(sent / one["steps"]), f"{plan_of_7b(stage).total_bytes / GIB:.1f}"]
         lines.append(f"| {one['row']} | {' | '.join(cells)} |")
     lines += [
         "",
@@ -197,12 +198,12 @@ def figure() -> str:
             width = wide * one[column] / most
             parts.append(f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="{bar}" fill="{COLOURS[column]}"/>')
             x += width
-        parts.append(f'<text x="{x + 6:.1f}" y="{y + 22}">{_mb(sum(one[column] for column in COLUMNS))} MB</text>')
+        parts.append(f'<text x="{x + 6:.1f}" y="{y + 22}">{_mib(sum(one[column] for column in COLUMNS))} MiB</text>')
     return "\n".join([*parts, "</svg>", ""])
 
 
-def _mb(nbytes: float) -> str:
-    return f"{nbytes / 1e6:.2f}"
+def _mib(nbytes: float) -> str:
+    return f"{nbytes / MIB:.2f}"
 
 
 def filled(text: str) -> str:

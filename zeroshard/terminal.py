@@ -20,6 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from zeroshard.table.errors import printable
+from zeroshard.table.sizes import size_text
 from zeroshard.train.metrics import EvalRecord, RankBytes, Start, StepRecord, Summary
 
 __all__ = ["Terminal", "progress_of_bytes", "spark"]
@@ -148,7 +149,7 @@ class Terminal:
         between = "\n" if self._progress is not None and self._console.width < _WIDE else "  "
         status = (
             f"loss {record.loss:.4f}  lr {record.learning_rate:.2e}  norm {record.grad_norm:.2f}{between}"
-            f"{record.tokens_per_s:,.0f} tokens/s  {_of_peak(record.mfu)}{held_bytes / 1e6:.1f} MB/rank"
+            f"{record.tokens_per_s:,.0f} tokens/s  {_of_peak(record.mfu)}{size_text(held_bytes)}/rank"
         )
         if self._progress is not None:
             self._progress.update(self._progress.task_ids[0], completed=record.step, status=status)
@@ -228,9 +229,7 @@ def _peaks(summary: Summary) -> str:
     """
     predicted, measured = (summary.plan.get(name, {}).get("peak_bytes") for name in ("predicted", "measured"))
     if predicted and measured:
-        return (
-            f"at most {predicted / 1e6:,.1f} MB a rank predicted, {measured / 1e6:,.1f} measured, by torch's allocator"
-        )
+        return f"at most {size_text(predicted)} a rank predicted, {size_text(measured)} measured, by torch's allocator"
     columns = _COLUMNS
     by_rank = [
         (
@@ -240,7 +239,7 @@ def _peaks(summary: Summary) -> str:
         for one in summary.ranks
     ]
     planned, held = max(by_rank, key=lambda pair: pair[1])
-    return f"{planned / 1e6:,.1f} MB a rank predicted, {held / 1e6:,.1f} measured: model states and buffers"
+    return f"{size_text(planned)} a rank predicted, {size_text(held)} measured: model states and buffers"
 
 
 def spark(values: Sequence[float], width: int) -> str:

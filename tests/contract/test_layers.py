@@ -90,6 +90,7 @@ PUBLIC_ALSO = (
     "zeroshard.join.start",
     "zeroshard.plan.machine.profiles",
     "zeroshard.table.errors",
+    "zeroshard.table.sizes",
     "zeroshard.table.stages",
 )
 # What the planner shares with the engine is names and integers, so that it needs no device.

@@ -101,7 +101,7 @@ def test_reprs_say_what_an_object_is() -> None:
     zero = zs.shard(model)
     assert repr(zero.units[0]).startswith("Unit('(root)', ")
     assert repr(zero.trace) == "Trace(no step: no events)"
-    assert repr(zero.memory()).startswith("Memory(MB: ") and "parameters" in repr(zero.memory())
+    assert repr(zero.memory()).startswith("Memory(parameters ") and "parameters" in repr(zero.memory())
 
 
 @pytest.mark.parametrize(

@@ -103,7 +103,8 @@ def test_a_model_that_is_mostly_whole_is_warned_about(parts: int, units: list[st
     (texts, line, _), (others, _, shown) = run_ranks(judged, 2, parts, units, timeout_s=TIMEOUT_S)
     assert others == []  # one rank warns for all
     (text,) = texts
-    assert text.startswith("[rank 0/2] 100% of the parameters are whole at once while the model runs, 8 of 8 MB (")
+    assert text.startswith("[rank 0/2] 100% of the parameters are whole at once while the model runs, ")
+    assert text.split("runs, ")[1].startswith("8.0 MiB of 8.0 MiB (")
     assert remedy in text
     assert line.startswith("whole at once: 100.0% of the gathered bytes (")
     assert line.endswith("; more than half, so name smaller units with units=")

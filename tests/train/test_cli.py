@@ -105,10 +105,10 @@ def test_dry_run_prints_the_resolved_configuration(monkeypatch, capsys, tmp_path
 def test_dry_run_prints_the_plan_as_comments(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(Path, "home", lambda: tmp_path)  # where no profile is
     status, out, _ = _main(monkeypatch, capsys, "train", "--depth", "1", "--ranks", "2", "--stage", "2", "--dry-run")
-    settings, _, plan = out.partition("\n# plan of a rank, MB: ")
+    settings, _, plan = out.partition("\n# plan of a rank: ")
     assert status == 0 and plan
     settings, text, model = settings.partition("\n# data: ")
-    assert text and "model: " in model and " parameters, " in model and " bytes in fp32" in model
+    assert text and "model: " in model and " parameters, " in model and "iB in fp32" in model
     assert all(line.startswith("# ") for line in plan.splitlines()[1:])
     assert "from torch's allocator (backward)" in plan and "time is not predicted" in plan
     path = tmp_path / "config.toml"
@@ -311,7 +311,7 @@ def test_what_a_person_sees(is_terminal):
     plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", told)
     for text in ("a model", "2 ranks", "a text", "runs/x/", "stage 1", "replicated", "rank 1, predicted bytes"):
         assert text in plain
-    assert "loss 1.2500  lr 1.00e-01  norm 1.00  1,000 tokens/s  MFU 38%  3.0 MB/rank" in plain
+    assert "loss 1.2500  lr 1.00e-01  norm 1.00  1,000 tokens/s  MFU 38%  2.9 MiB/rank" in plain
     assert "eval after step 2: 2.1250 bits per byte on 999 held-out bytes" in plain
     assert "[b]sample" in plain
     assert "[rank 0/2] a profile" in plain
@@ -319,7 +319,7 @@ def test_what_a_person_sees(is_terminal):
         "score  2.1250 bits per byte held out, loss 1.5000; 2 steps, 3:05 in all",
         "loss   2.250 to 1.250  \u2588\u2581",
         "speed  1,000 tokens/s, 36.0% of the devices' peak (MFU)",
-        "memory 3.0 MB a rank predicted, 3.0 measured: model states and buffers",
+        "memory 2.9 MiB a rank predicted, 2.9 MiB measured: model states and buffers",
         "run    runs/x/",
         "next   zeroshard generate runs/x --prompt 'The '",
         "       zeroshard report runs/x",

@@ -20,6 +20,7 @@ from zeroshard.describe.offload import reached
 from zeroshard.describe.units import UnitPlan
 from zeroshard.table.bytes import add_bytes, kept_bytes, on_device
 from zeroshard.table.schedule import ROOT
+from zeroshard.table.sizes import size_text
 from zeroshard.update.kernels import describe_waits
 from zeroshard.update.optimizer import ShardedOptimizer
 from zeroshard.wire.mesh import Mesh
@@ -94,7 +95,7 @@ def warn_if_whole(mesh: Mesh, units: Sequence[Unit], plans: Sequence[UnitPlan]) 
     if mesh.rank or not _is_mostly_whole(units):
         return
     largest = _whole_at_once(units)
-    sizes = ", ".join(f"{unit.name or 'the root'} {unit.spec.full_bytes / 1e6:,.0f} MB" for unit in largest)
+    sizes = ", ".join(f"{unit.name or 'the root'} {size_text(unit.spec.full_bytes)}" for unit in largest)
     total = _gathered_bytes(units)
     heavy = [unit.number for unit in largest if unit.spec.full_bytes > total / LARGE_PART]
     opened = {number for number in heavy if [*plans[number].module.children()]}
@@ -109,9 +110,8 @@ def warn_if_whole(mesh: Mesh, units: Sequence[Unit], plans: Sequence[UnitPlan]) 
     )
     whole = sum(unit.spec.full_bytes for unit in largest)
     warnings.warn(
-        f"{mesh} {_share(units):.0%} of the parameters are whole at once while the model runs, {whole / 1e6:,.0f} of "
-        f"{total / 1e6:,.0f} MB ({sizes}), so "
-        f"sharding parameters saves little memory. {remedy}",
+        f"{mesh} {_share(units):.0%} of the parameters are whole at once while the model runs, {size_text(whole)} of "
+        f"{size_text(total)} ({sizes}), so sharding parameters saves little memory. {remedy}",
         stacklevel=3,
     )
 

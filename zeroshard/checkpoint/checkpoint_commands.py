@@ -19,6 +19,7 @@ from zeroshard.checkpoint.folders import export
 from zeroshard.checkpoint.imports import described, import_checkpoint
 from zeroshard.checkpoint.verify import list_below, verify
 from zeroshard.table.errors import CheckpointError, printable
+from zeroshard.table.sizes import size_text
 
 if TYPE_CHECKING:
     import typer
@@ -49,7 +50,7 @@ def make_commands(line: Print, problem: Print, progress: Progress) -> "typer.Typ
         with failure:
             found = list_below(path)
             for one in found:
-                size = f"{one.nbytes / 1e6:>10.1f} MB  {one.tensors:>5} tensors, {one.world_size} ranks"
+                size = f"{size_text(one.nbytes):>12}  {one.tensors:>5} tensors, {one.world_size} ranks"
                 name = path.name if one.path == path else one.path.relative_to(path)
                 say(f"{name}  {one.problem or f'step {one.step:>8}  {size}'}")
             if not found:
@@ -62,7 +63,7 @@ def make_commands(line: Print, problem: Print, progress: Progress) -> "typer.Typ
                 with progress() as on_bytes:
                     manifest = verify(path, on_bytes)
                 nbytes = sum(entry.nbytes for entry in manifest.files.values())
-                say(f"{path}: whole; step {manifest.step}, {len(manifest.tensors)} tensors, {nbytes / 1e6:.1f} MB")
+                say(f"{path}: whole; step {manifest.step}, {len(manifest.tensors)} tensors, {size_text(nbytes)}")
 
     def compare(first: folder, second: folder) -> None:
         """Print the differences between two checkpoints; the exit status is 1 if there are any."""

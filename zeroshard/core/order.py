@@ -43,6 +43,7 @@ from zeroshard.core.unit import Reduction, Unit, advanced
 from zeroshard.core.votes import Ask, Told, Votes
 from zeroshard.table.errors import RankMismatchError
 from zeroshard.table.schedule import WINDOW, Action, Record, Schedule
+from zeroshard.table.sizes import size_text
 from zeroshard.table.spec import Staying
 from zeroshard.torch_private import NoFunctionTransforms, is_profiling, profiled
 from zeroshard.wire.comm import Comm, Pending
@@ -487,14 +488,13 @@ class Order:
         history.add(pass_.phase, pass_.key, "postpone", unit.number)
         if self._comm.mesh.rank == 0 and len(pass_.postponed) > WINDOW and not self._has_warned:
             self._has_warned = True
-            nbytes = sum(self._units[number].local_bytes for number in pass_.postponed)
             logging.getLogger(__name__).warning(
-                "%s %s keeps the gradients of %d units (%.1f MB) until other ranks have theirs, because ranks use "
+                "%s %s keeps the gradients of %d units (%s) until other ranks have theirs, because ranks use "
                 "units in different orders. If memory is short, use units in the same order on all ranks.",
                 self._comm.mesh,
                 pass_,
                 len(pass_.postponed),
-                nbytes / 1e6,
+                size_text(sum(self._units[number].local_bytes for number in pass_.postponed)),
             )
 
     def _open_pass(self) -> Pass:

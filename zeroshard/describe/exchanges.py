@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, final
 
+from zeroshard.table.sizes import size_text
 from zeroshard.table.spec import BucketSpec, UnitSpec, itemsize, message_of
 
 __all__ = ["Foreseen", "WITHOUT", "foresee"]
@@ -95,9 +96,9 @@ class Foreseen:
         waits = f"{1e3 * self.exposed_s(step_s):,.1f} ms of each step wait for it"
         to = f"to the mailbox and takes {self.islands - 1} times as many" if self.is_alone else "to other islands"
         lines = [
-            f"exchanges           every {self.every} steps each rank sends {self.sent_bytes / 1e6:,.1f} MB {to}, in "
+            f"exchanges           every {self.every} steps each rank sends {size_text(self.sent_bytes)} {to}, in "
             f"{1e3 * self.exchange_s:,.1f} ms; {waits}",
-            f"anchors             {self.kept_bytes / 2**30:.2f} GiB with their states, on the {self.memory}",
+            f"anchors             {size_text(self.kept_bytes)} with their states, on the {self.memory}",
         ]
         if self.is_alone:
             begin_s, _ = self.paces(step_s, (1.0, 0.5))[0]
@@ -133,11 +134,9 @@ def foresee(outer: Any, islands: int, units: Sequence[UnitSpec], device: Any, st
     for fragment in outer.divided(trained, sizes):
         buckets = [bucket for some in fragment for bucket in some]
         numel = sum(bucket.layout.shard_numel for bucket in buckets)
-        dtype = max(("float32", *(bucket.formats.master for bucket in buckets)), key=itemsize)
-        count, held = message_of(codec := outer.codec(dtype), numel)
-        change_bytes, message_bytes = numel * itemsize(dtype), count * itemsize(held)
+        dtype, change_bytes, message_bytes = _change_of(outer, buckets, numel)
         whole_bytes += change_bytes
-        if is_summed := islands > 2 and codec == dtype:  # each adds up a part, and the sums are gathered
+        if is_summed := islands > 2 and outer.codec(dtype) == dtype:  # each adds up a part, and the sums are gathered
             message_bytes = 2 * -(-numel // islands) * itemsize(dtype)
         sent_bytes += (islands - 1) * message_bytes
         buffer_bytes = max(buffer_bytes, (2 - is_summed) * change_bytes + islands * message_bytes)
@@ -149,12 +148,17 @@ def foresee(outer: Any, islands: int, units: Sequence[UnitSpec], device: Any, st
     return Foreseen(islands, *kept, buffer_bytes, sent_bytes, took_s, outer.every, outer.delay, outer.fragments)
 
 
+def _change_of(outer: Any, buckets: Sequence[BucketSpec], numel: int) -> tuple[str, int, int]:
+    """Return the dtype in which a change of `numel` elements is computed, its bytes, and those of its message."""
+    dtype = max(("float32", *(bucket.formats.master for bucket in buckets)), key=itemsize)
+    count, held = message_of(outer.codec(dtype), numel)
+    return dtype, numel * itemsize(dtype), count * itemsize(held)
+
+
 def _foresee_alone(outer: Any, buckets: Sequence[BucketSpec], device: Any, stride: int) -> Foreseen:
     """Return what a rank keeps, puts and takes of an island that is a launch of its own."""
-    dtype = max(("float32", *(bucket.formats.master for bucket in buckets)), key=itemsize)
     numel = sum(bucket.layout.owned_numel(*bucket.states) for bucket in buckets)
-    count, held = message_of(outer.codec(dtype), numel)
-    whole_bytes, sent_bytes = numel * itemsize(dtype), count * itemsize(held)
+    _, whole_bytes, sent_bytes = _change_of(outer, buckets, numel)
     # The mailbox has what all put, and each takes it from there, as in a ring.
     local_s = device.host_s(PASSES * whole_bytes, min(stride, device.node_ranks))
     took_s = local_s + device.collective_s("gather", sent_bytes * outer.islands, device.spread(outer.islands, stride))

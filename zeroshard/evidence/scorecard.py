@@ -33,11 +33,11 @@ from zeroshard.plan.margins import kind_of
 from zeroshard.plan.planning import plan_alone
 from zeroshard.plan.result import Plan
 from zeroshard.plan.trying import candidate_of
+from zeroshard.table.sizes import GIB
 from zeroshard.table.stages import name_of_row
 
 __all__ = ["Label", "Record", "Scorecard", "Sums", "render", "scorecard"]
 
-GIB: Final = 2**30
 GB: Final = 10**9
 SEED: Final = 14
 MEMORY_DATA: Final = "memory, data parallel alone"

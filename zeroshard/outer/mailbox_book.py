@@ -249,7 +249,7 @@ class Book:
                 raise Refused(
                     "full",
                     f"the mailbox is full: {self._stored():,} bytes of changes that not all islands have taken in, of "
-                    f"{self._most_bytes:,}. Islands that are slow or stopped hold them; see --most-gb.",
+                    f"{self._most_bytes:,}. Islands that are slow or stopped hold them; see --most-gib.",
                 )
             self._reserved += nbytes
         try:

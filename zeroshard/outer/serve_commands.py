@@ -10,6 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+from zeroshard.table.sizes import GIB
+
 if TYPE_CHECKING:
     import typer
 
@@ -33,7 +35,7 @@ def add_commands(app: "typer.Typer", show: Callable[[str], None], fail: Callable
         secret_file: Annotated[Path | None, typer.Option(help="File with the secret that islands have, too.")] = None,
         folder: Annotated[Path | None, typer.Option(help="For anchors and changes; an existing one continues.")] = None,
         gone: Annotated[float, typer.Option(help="Seconds of silence after which nobody waits for an island.")] = 10.0,
-        most_gb: Annotated[float, typer.Option(help="GB of changes on the disk; more are refused.")] = 100.0,
+        most_gib: Annotated[float, typer.Option(help="GiB of changes on the disk; more are refused.")] = 100.0,
         log: Annotated[
             Path | None, typer.Option("--replay", help="Log of an island: compute its anchors again.")
         ] = None,
@@ -53,9 +55,9 @@ def add_commands(app: "typer.Typer", show: Callable[[str], None], fail: Callable
                 return
             if not address or secret_file is None or folder is None:
                 raise ValueError("--serve needs --address host:port, --secret-file FILE and --folder FOLDER.")
-            if not gone > 0 or not most_gb > 0:
-                raise ValueError("--gone and --most-gb must be above 0.")
-            most_bytes = int(most_gb * 1e9)
+            if not gone > 0 or not most_gib > 0:
+                raise ValueError("--gone and --most-gib must be above 0.")
+            most_bytes = int(most_gib * GIB)
             _serve(Mailbox(address, read_secret(secret_file), folder, gone_s=gone, most_bytes=most_bytes), show)
         except (ValueError, OSError, MailboxError) as error:
             fail(str(error))

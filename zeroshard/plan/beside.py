@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from zeroshard.plan.numbers import aligned, seconds
-from zeroshard.plan.result import GIB, Plan
+from zeroshard.plan.result import Plan
 from zeroshard.table.activations import Activations
+from zeroshard.table.sizes import GIB
 from zeroshard.table.stages import name_of_row
 
 __all__ = ["table_of"]

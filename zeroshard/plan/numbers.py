@@ -3,10 +3,11 @@
 from collections.abc import Iterable, Sequence
 from typing import Final, TypeVar
 
+from zeroshard.table.sizes import GIB
+
 __all__ = ["aligned", "bar", "count", "seconds", "thinned"]
 
 _T = TypeVar("_T")
-GIB: Final = 2**30
 BAR: Final = 40
 
 

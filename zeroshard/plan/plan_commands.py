@@ -16,6 +16,7 @@ from zeroshard.plan.machine.profiles import device_for
 from zeroshard.plan.planning import make_plan
 from zeroshard.plan.search import search
 from zeroshard.plan.shape.shapes import SHAPES
+from zeroshard.table.sizes import GIB
 
 if TYPE_CHECKING:
     import typer
@@ -79,7 +80,7 @@ def add_commands(
         micro_batches: Annotated[int, typer.Option(help="Micro-batches of a step.")] = 1,
         batch_tokens: Annotated[int | None, typer.Option(help="Tokens of a step; replaces --micro-batches.")] = None,
         no_sync: Annotated[bool, typer.Option("--no-sync", help="Reduce in the last micro-batch only.")] = False,
-        host: Annotated[float | None, typer.Option(help="Host memory of a node in GB; replaces the preset's.")] = None,
+        host: Annotated[float | None, typer.Option(help="Host memory of a node in GiB; replaces the preset's.")] = None,
         system: Annotated[
             str, typer.Option(help="Programs to compare with zeroshard: fsdp2, deepspeed-3, ..., joined by commas.")
         ] = "",
@@ -93,7 +94,7 @@ def add_commands(
             return
         try:
             where = device_for(device)
-            where = where if host is None else dataclasses.replace(where, host_bytes=int(host * 1e9))
+            where = where if host is None else dataclasses.replace(where, host_bytes=int(host * GIB))
             counts, same = _numbers(ranks), {name: context.params[name] for name in SAME}
             if as_search:
                 sources = {name: context.get_parameter_source(name) for name in TRIED}
@@ -121,11 +122,10 @@ def add_commands(
         except (ValueError, TypeError, OSError, ImportError) as error:
             fail(str(error))
             return
-        if others:
-            plans = [made, *others]
-            show(json.dumps([one.to_json() for one in plans]) if as_json else table_of(plans))
+        if as_json:
+            show(json.dumps([one.to_json() for one in (made, *others)] if others else made.to_json()))
         else:
-            show(json.dumps(made.to_json()) if as_json else str(made))
+            show(table_of([made, *others]) if others else str(made))
 
     app.command()(plan)
 
@@ -166,4 +166,4 @@ def _shapes() -> list[str]:
 
 
 def _devices() -> list[str]:
-    return ["devices:", *(f"  {name:18} {device.memory_bytes / 2**30:10.1f} GiB" for name, device in DEVICES.items())]
+    return ["devices:", *(f"  {name:18} {device.memory_bytes / GIB:10.1f} GiB" for name, device in DEVICES.items())]

@@ -16,10 +16,10 @@ from zeroshard.plan.machine.retries import NO_RETRIES, Retries
 from zeroshard.plan.margins import kind_of, margin_of
 from zeroshard.plan.numbers import bar, count, seconds
 from zeroshard.plan.step.film import COLUMNS, Event, Film, LaneSpan
+from zeroshard.table.sizes import GIB, size_text
 
 __all__ = ["Change", "Plan", "RankClass", "Verdict", "film_columns", "verdict_of", "wide_bytes"]
 
-GIB: Final = 2**30
 
 Verdict = Literal["fits", "tight", "no"]
 
@@ -381,7 +381,7 @@ def _offloaded(plan: Plan) -> list[str]:
     kept, lanes = plan.ranks[plan.shown].elsewhere_bytes, plan.film.busy_s
     if not kept:
         return []
-    places = ", ".join(f"{nbytes / GIB:.2f} GiB {PLACES[memory]}" for memory, nbytes in sorted(kept.items()))
+    places = ", ".join(f"{size_text(nbytes)} {PLACES[memory]}" for memory, nbytes in sorted(kept.items()))
     host = f"{plan.host_bytes / GIB:.1f} of {plan.asked.device.host_bytes / GIB:.1f} GiB of the node's memory"
     busy = ", ".join(f"{what} {seconds(lanes[lane])}" for lane, what in LANES.items() if lanes.get(lane))
     return [
@@ -465,9 +465,9 @@ def _render(plan: Plan) -> str:
         *_places(plan),
         *plan.outer.lines(film.step_s),
         "sent per rank       "
-        + (", ".join(f"{kind} {nbytes / 1e9:,.2f} GB" for kind, nbytes in film.sent_bytes.items()) or "nothing"),
-        f"first step          peak {plan.first.peak[0] / GIB:.2f} GiB, {seconds(plan.first.step_s)}",
-        f"asynchronous save   {plan.save_bytes / GIB:.2f} GiB of host memory per rank",
+        + (", ".join(f"{kind} {size_text(nbytes)}" for kind, nbytes in film.sent_bytes.items()) or "nothing"),
+        f"first step          peak {size_text(plan.first.peak[0])}, {seconds(plan.first.step_s)}",
+        f"asynchronous save   {size_text(plan.save_bytes)} of host memory per rank",
         *_offloaded(plan),
         *[f"allocator           {plan.retries}" for _ in plan.retries.by_step[:1]],
     ]

@@ -32,6 +32,7 @@ from zeroshard.plan.result import Plan
 from zeroshard.plan.shape.shapes import Transformer, shape_of
 from zeroshard.plan.sums import micro_batches_of
 from zeroshard.plan.trying import Candidate, Simulated
+from zeroshard.table.sizes import GIB
 from zeroshard.table.stages import STAGES, row_of_stage
 
 __all__ = ["Search", "search"]
@@ -309,7 +310,7 @@ def _render(found: Search) -> str:
     rows = [
         (
             *(str(one.options.words()[name]) for name in named),
-            f"{one.total_bytes / 2**30:.1f}",
+            f"{one.total_bytes / GIB:.1f}",
             f"{one.tokens_per_s / one.options.world_size:,.0f}",
             one.verdict,
         )
@@ -317,23 +318,21 @@ def _render(found: Search) -> str:
     ]
     interrupted = f", interrupted: {found.left_out:,} were not looked at" if found.left_out else ""
     count = f"{found.count:,} configurations ({len(found.candidates):,} simulated{interrupted})"
-    text = [f"{found.model.name}: {count}; the frontier of memory and speed:", ""]
-    text += aligned([heads, *rows])
-    text += ["", "the fastest that fits:"]
+    title = f"{found.model.name}: {count}; the frontier of memory and speed:"
+    text = [title, "", *aligned([heads, *rows]), "", "the fastest that fits:"]
     text += [
         f"  {ranks:6,} ranks: "
         + ("none" if plan is None else f"{plan.tokens_per_s:,.0f} tokens/s with {_row(plan)}")
         + (f"; {found.reasons[ranks]}" if ranks in found.reasons else "")
         for ranks, plan in found.best.items()
     ]
-    plans = [plan for plan in found.best.values() if plan is not None]
-    return "\n".join(text + (["", str(plans[0])] if len(found.best) == 1 and plans else []))
+    only = next(iter(found.best.values())) if len(found.best) == 1 else None
+    return "\n".join(text + ([] if only is None else ["", str(only)]))
 
 
 def _row(plan: Plan) -> str:
-    words = plan.options
+    words, moved = plan.options, plan.asked.offload
     named = ("copies", "tensor", "pipe", "micro-batch")
-    moved = plan.asked.offload
     row = str(words["row"]) if moved is None else f"stage {_stage_of(plan.asked)}, {_moved(moved)} ({plan.moved})"
     return ", ".join([row, f"activations {words['activations']}", *(f"{n} {words[n]}" for n in named)])
 

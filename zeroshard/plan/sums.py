@@ -26,7 +26,7 @@ __all__ = [
     "save_bytes_of",
 ]
 
-PROCESS_BYTES: Final = 3 * 10**9
+PROCESS_BYTES: Final = 3 << 30
 """Of host memory: the interpreter and torch."""
 
 

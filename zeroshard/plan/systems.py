@@ -16,10 +16,10 @@ from typing import Final
 from zeroshard.plan.machine.hardware import Device
 from zeroshard.plan.shape.transformer import Kernels
 from zeroshard.plan.step.system import ZEROSHARD, System
+from zeroshard.table.sizes import MIB
 
 __all__ = ["SYSTEMS", "precision_of_system", "system_named"]
 
-MIB: Final = 1 << 20
 FUSED: Final = Kernels(loss="sharded", fused_gate=True)
 PLAIN: Final = Kernels(attention="plain", loss="sharded")
 

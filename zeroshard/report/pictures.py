@@ -17,10 +17,10 @@ import numpy as np
 from zeroshard.report.check import check_page
 from zeroshard.report.player import PLAYER_COLUMNS, player_total, rank_bytes, table_rows
 from zeroshard.report.schema import Defaults, Hardware, PageData
+from zeroshard.table.sizes import GIB
 
 __all__ = ["save_figures", "write_pictures"]
 
-_GIB: Final = 2**30
 _BAND: Final = 0.05
 _DPI: Final = 160
 _BINS: Final = 300
@@ -118,8 +118,8 @@ def _draw_stages(axes: Any, data: PageData) -> None:
     names = [f"stage {stage}" for stage in stages]
     totals = [player_total(player, stage=stage, **setting) for stage in stages]
     _stack(axes, names, [rank_bytes(player, stage=stage, **setting) for stage in stages], totals)
-    axes.axhline(player["capacity_bytes"] / _GIB, color="black", linewidth=1)
-    capacity = player["capacity_bytes"] / _GIB
+    axes.axhline(player["capacity_bytes"] / GIB, color="black", linewidth=1)
+    capacity = player["capacity_bytes"] / GIB
     axes.annotate("device", (1, capacity), xycoords=("axes fraction", "data"), va="bottom", ha="right", fontsize=9)
     axes.margins(y=0.08)
     axes.set_ylabel("GiB of a rank, in total")
@@ -146,14 +146,14 @@ def _stack(axes: Any, names: Sequence[str], bars: Sequence[Mapping[str, float]],
     base = np.zeros(len(bars))
     scale = np.array([min(1.0, total / (sum(bar.values()) or 1)) for bar, total in zip(bars, totals, strict=True)])
     for column in PLAYER_COLUMNS:
-        heights = np.array([bar.get(column, 0) / _GIB for bar in bars]) * scale
+        heights = np.array([bar.get(column, 0) / GIB for bar in bars]) * scale
         if heights.any():
             axes.bar(names, heights, bottom=base, width=0.6, label=column, color=_COLORS.get(column))
         base += heights
-    rest = np.array(totals) / _GIB - base
+    rest = np.array(totals) / GIB - base
     axes.bar(names, rest, bottom=base, width=0.6, label="other", color=_REST)
     for place, total in enumerate(totals):
-        axes.annotate(f"{total / _GIB:.1f}", (place, total / _GIB), ha="center", va="bottom", fontsize=9)
+        axes.annotate(f"{total / GIB:.1f}", (place, total / GIB), ha="center", va="bottom", fontsize=9)
     axes.legend(frameon=False, fontsize=8)
 
 
@@ -173,17 +173,17 @@ def _draw_film(axes: Any, data: PageData) -> None:
     kept = _kept_moments(totals)
     axes.stackplot(
         times[kept],
-        stacks[:, kept] / _GIB,
+        stacks[:, kept] / GIB,
         labels=columns,
         colors=[_COLORS.get(name, "#F0E442") for name in columns],
         step="post",
     )
-    axes.plot(times[peak], totals[peak] / _GIB, "kv", markersize=5)
+    axes.plot(times[peak], totals[peak] / GIB, "kv", markersize=5)
     side = "right" if times[peak] > times[-1] / 2 else "left"
-    label, at = f"peak {totals[peak] / _GIB:.2f} GiB", (times[peak], totals[peak] / _GIB)
+    label, at = f"peak {totals[peak] / GIB:.2f} GiB", (times[peak], totals[peak] / GIB)
     axes.annotate(label, at, xytext=(0, 6), textcoords="offset points", ha=side, fontsize=9)
     axes.margins(x=0)
-    axes.set_ylim(0, 1.12 * totals[peak] / _GIB)
+    axes.set_ylim(0, 1.12 * totals[peak] / GIB)
     for phase in film.get("phases", []):
         axes.axvline(phase["stop_s"] * 1e3, color="black", linewidth=0.6, alpha=0.5)
     axes.set_xlabel("time in the step, ms")
@@ -209,7 +209,7 @@ def _draw_frontier(axes: Any, data: PageData) -> None:
     for verdict, (color, marker) in _VERDICTS.items():
         some = [one for one in found if one["verdict"] == verdict]
         axes.scatter(
-            [one["total_bytes"] / _GIB for one in some],
+            [one["total_bytes"] / GIB for one in some],
             [one["tokens_per_s"] for one in some],
             s=18,
             c=color,
@@ -218,7 +218,7 @@ def _draw_frontier(axes: Any, data: PageData) -> None:
         )
     best = [one for one in found if one["is_best"]]
     axes.scatter(
-        [one["total_bytes"] / _GIB for one in best],
+        [one["total_bytes"] / GIB for one in best],
         [one["tokens_per_s"] for one in best],
         s=160,
         c="#009E73",
@@ -227,9 +227,9 @@ def _draw_frontier(axes: Any, data: PageData) -> None:
         label="best that fits",
     )
     if hardware := _hardware_of(data, "frontier"):
-        axes.axvline(hardware["capacity_bytes"] / _GIB, color="black", linewidth=1)
+        axes.axvline(hardware["capacity_bytes"] / GIB, color="black", linewidth=1)
     axes.set_xscale("log")
-    low, high = (bound(one["total_bytes"] / _GIB for one in found) for bound in (min, max))
+    low, high = (bound(one["total_bytes"] / GIB for one in found) for bound in (min, max))
     ticks = [tick for tick in (m * 10**p for p in range(-3, 5) for m in (1, 2, 5)) if low / 1.2 <= tick <= high * 1.2]
     axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
     axes.minorticks_off()

@@ -24,6 +24,7 @@ from zeroshard.optim.updates import USUAL_COST, Entry, updates_of_optimizer
 from zeroshard.table.bytes import on_device, predict
 from zeroshard.table.cells import Residency
 from zeroshard.table.settings import Settings
+from zeroshard.table.sizes import size_text
 from zeroshard.table.spec import UnitSpec
 from zeroshard.table.whole import make_updates
 from zeroshard.table.wires import Messages, Silence
@@ -34,7 +35,6 @@ __all__ = ["KeptBytes", "choose_least", "free_bytes"]
 
 STATES_PART: Final = 0.5
 """The fraction of the device for model states and buffers; the rest is for activations."""
-MB: Final = 1e6
 ONE_MEMORY: Final = "offload='auto': nothing is offloaded, since device and host share one memory"
 
 
@@ -102,20 +102,20 @@ def choose_least(resolved: Resolved, kept: KeptBytes, room_bytes: int | None) ->
     if not resolved.is_auto or room_bytes is None:
         return row, chosen, ONE_MEMORY * resolved.is_auto
     all_bytes, kept_bytes = kept(row, None), kept(row, chosen)
-    room = f"{most_bytes / MB:,.1f} MB, half of the {room_bytes / MB:,.1f} MB free"
+    room = f"{size_text(most_bytes)}, half of the {size_text(room_bytes)} free"
     if not is_fitting:
         remedy = "Use more ranks or precision='bf16'."
         if not row.cuts_parameters:
             remedy = f"stage=3 can also offload parameters. {remedy}"
         raise ValueError(
-            f"offload='auto': model states and buffers need {all_bytes / MB:,.1f} MB of a rank's device, and "
-            f"{kept_bytes / MB:,.1f} MB with full offload; they may use {room}. {remedy}"
+            f"offload='auto': model states and buffers need {size_text(all_bytes)} of a rank's device, and "
+            f"{size_text(kept_bytes)} with full offload; they may use {room}. {remedy}"
         )
     if chosen is None:
-        return row, None, f"offload='auto': nothing is offloaded: {all_bytes / MB:,.1f} MB fit {room}"
+        return row, None, f"offload='auto': nothing is offloaded: {size_text(all_bytes)} fit {room}"
     moved = f"states={chosen.states:g}" + ", gradients=0" * (chosen.gradients == 0)
     moved += f", parameters={chosen.parameters:g}" * bool(chosen.parameters)
-    left = f"{kept_bytes / MB:,.1f} of {all_bytes / MB:,.1f} MB on the device, where model states may use {room}"
+    left = f"{size_text(kept_bytes)} of {size_text(all_bytes)} on the device, where model states may use {room}"
     reaches = text_of(reached(kept.units(row, chosen)))
     return row, chosen, f"offload='auto': zs.Offload({moved}), which moves {reaches}, leaves {left}"
 

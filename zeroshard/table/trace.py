@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from zeroshard.table.schedule import Record
+from zeroshard.table.sizes import size_text
 from zeroshard.table.spec import UnitSpec
 
 __all__ = ["Event", "Ledger", "Memory", "Trace", "Traffic", "event_of"]
@@ -151,11 +152,11 @@ class Memory:
 
     def __repr__(self) -> str:
         columns = (
-            f"{name} {nbytes / 1e6:,.1f} (at most {self.peak_bytes.get(name, 0) / 1e6:,.1f})"
+            f"{name} {size_text(nbytes)} (at most {size_text(self.peak_bytes.get(name, 0))})"
             for name, nbytes in self.resident_bytes.items()
             if nbytes or self.peak_bytes.get(name)
         )
-        return f"Memory(MB: {', '.join(columns)})"
+        return f"Memory({', '.join(columns)})"
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from typing import Final
 import torch
 
 from zeroshard.describe.offload import offload_of
+from zeroshard.table.sizes import size_text
 from zeroshard.train.config import AUTO, Config
 from zeroshard.train.run import make_model
 from zeroshard.train.tokenizer import Tokenizer
@@ -73,6 +74,6 @@ def check_space(config: Config, tokenizer: Tokenizer) -> None:
     needed, free = checkpoint_bytes(config, tokenizer), shutil.disk_usage(there).free
     if free < needed:
         raise ValueError(
-            f"run.folder: the disk of {str(there)!r} has {free / 1e6:,.1f} MB free, and a checkpoint of this run "
-            f"takes {needed / 1e6:,.1f} MB; free space, or give another run.folder"
+            f"run.folder: the disk of {str(there)!r} has {size_text(free)} free, and a checkpoint of this run "
+            f"takes {size_text(needed)}; free space, or give another run.folder"
         )

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import zeroshard as zs
 from zeroshard.plan.machine.profiles import device_for, host_device
+from zeroshard.table.sizes import size_text
 from zeroshard.table.stages import row_of_stage
 from zeroshard.train.config import AUTO, Config
 from zeroshard.train.models.piped import logits_of, mean_loss
@@ -24,7 +25,6 @@ from zeroshard.train.tokenizer import load_tokenizer
 __all__ = ["choose_sharding", "compare_plan", "describe_plan", "describe_text", "plan_run"]
 
 UNTIMED: Final = "no profile of this machine is stored, so time is not predicted; run `zeroshard doctor` to measure it"
-MB: Final = 1e6
 _READ_BYTES: Final = 1 << 28
 """How much of a text is read before a run that only describes itself."""
 
@@ -142,9 +142,9 @@ def choose_sharding(config: Config) -> Config:
         chosen = plan.asked.offload
         if chosen is not None and plan.verdict == "no":
             raise ValueError(
-                f"zero.offload=auto: with {_text_of(chosen)} a rank needs {plan.total_bytes / MB:,.0f} MB of a device "
-                f"with {plan.asked.device.memory_bytes / MB:,.0f} MB, and a host {plan.host_bytes / MB:,.0f} of "
-                f"{plan.asked.device.host_bytes / MB:,.0f} MB. Use more ranks, stage 3, a smaller batch, or recompute."
+                f"zero.offload=auto: with {_text_of(chosen)} a rank needs {size_text(plan.total_bytes)} of a device "
+                f"with {size_text(plan.asked.device.memory_bytes)}, and a host {size_text(plan.host_bytes)} of "
+                f"{size_text(plan.asked.device.host_bytes)}. Use more ranks, stage 3, a smaller batch, or recompute."
             )
         found["offload"] = "" if chosen is None else _text_of(chosen)
     return config.model_copy(update={"zero": zero.model_copy(update=found)})
@@ -181,12 +181,12 @@ def describe_plan(config: Config) -> Sequence[str]:
         plan, is_timed = plan_run(config)
     except (ValueError, TypeError, RuntimeError, ImportError, OSError) as error:
         return [f"plan: none, since {str(error).splitlines()[0]}"]
-    held = ", ".join(f"{name} {nbytes / MB:,.1f}" for name, nbytes in plan.resident_bytes.items() if nbytes)
+    held = ", ".join(f"{name} {size_text(nbytes)}" for name, nbytes in plan.resident_bytes.items() if nbytes)
     lines = [
-        f"model: {plan.parameters_numel:,} parameters, {4 * plan.parameters_numel:,} bytes in fp32",
-        f"plan of a rank, MB: {held}",
-        f"at most {plan.allocated_bytes / MB:,.1f} from torch's allocator ({plan.film.peak_phase})"
-        + f", {plan.mapped_bytes / MB:,.1f} in memory that the ranks share" * bool(plan.mapped_bytes),
+        f"model: {plan.parameters_numel:,} parameters, {size_text(4 * plan.parameters_numel)} in fp32",
+        f"plan of a rank: {held}",
+        f"at most {size_text(plan.allocated_bytes)} from torch's allocator ({plan.film.peak_phase})"
+        + f", {size_text(plan.mapped_bytes)} in memory that the ranks share" * bool(plan.mapped_bytes),
     ]
     lines.append(f"{plan.step_s:,.3f} s a step, {plan.tokens_per_s:,.0f} tokens/s" if is_timed else UNTIMED)
     return [*lines, *plan.notes]

@@ -24,10 +24,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Final, final
 
-__all__ = ["Cost", "Device", "GB", "MIB", "Span"]
+from zeroshard.table.sizes import MIB
+
+__all__ = ["Cost", "Device", "GB", "Span"]
 
 GB: Final = 10**9
-MIB: Final = 1 << 20
 DRIVER_CALL_S: Final = 50e-6
 """Seconds of one cudaMalloc or cudaFree on an idle device, without the part that grows with the size.
 

@@ -21,7 +21,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Final
 
-from zeroshard.plan.machine.hardware import GB, MIB, Device
+from zeroshard.plan.machine.hardware import GB, Device
+from zeroshard.table.sizes import MIB
 
 __all__ = ["DEVICES", "device_named"]
 

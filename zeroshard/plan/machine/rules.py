@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Final, NamedTuple, final
 
+from zeroshard.table.sizes import MIB
+
 __all__ = [
     "Action",
     "BLOCK_BYTES",
@@ -25,7 +27,6 @@ __all__ = [
     "round_bytes",
 ]
 
-MIB: Final = 2**20
 BLOCK_BYTES: Final = 512
 """Sizes are multiples of this number."""
 SMALL_BYTES: Final = MIB
