@@ -30,6 +30,8 @@ KEPT_STAGES, KEPT_RUN = RESULTS / "readme.json", RESULTS / "readme-run.json"
 FIGURE = ROOT / "docs" / "pictures" / "memory.svg"
 README = ROOT / "README.md"
 STAGES = range(4)
+SAID = ("step    40", "score ", "loss ", "speed ", "memory ")
+"""First words of the lines of a capture that the README has."""
 COLUMNS = ("states", "gradients", "parameters", "transient")
 KEPT = {
     "stage 0": ("replicated", "replicated", "replicated"),
@@ -162,13 +164,16 @@ def run_table() -> str:
     """Return what the default run came to, and where to see what a run prints."""
     kept = read(KEPT_RUN)
     one = kept["runs"]["default"]
+    shown = read(captures.KEPT)["captures"]["pipe"]
+    said = [line for line in shown["text"].splitlines() if line.startswith(SAID)]
     return "\n".join(
         [
-            f"`make train` on a {kept['machine']}: {one['wall_s']:.0f} seconds (load average {kept['load']:.0f}, its "
-            f"own ranks included), {one['steps']:,} steps of {one['model'].split(':')[1].strip()},",
+            *("```text", f"$ {shown['command']}", *said, "```"),
+            f"[More of the terminal](benchmarks/results/captures.md) ({origin(captures.KEPT.name)}). `make train` on a "
+            f"{kept['machine']}: {one['wall_s']:.0f} seconds (load average {kept['load']:.0f}, its",
+            f"own ranks included), {one['steps']:,} steps of {one['model'].split(':')[1].strip()}, "
             f"{one['tokens_per_s']:,.0f} tokens/s, {one['bits_per_byte']:.3f} bits per byte on held-out text of "
             f"Python's documentation ({origin(KEPT_RUN.name)}).",
-            f"[What the terminal shows](benchmarks/results/captures.md) of a short run ({origin(captures.KEPT.name)}).",
         ]
     )
 

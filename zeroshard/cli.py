@@ -81,7 +81,7 @@ def main() -> None:
         _add(app, next((word for word in sys.argv[1:] if not word.startswith("-")), ""))
         sys.exit(app(standalone_mode=False))
     except KeyboardInterrupt:
-        sys.exit(130)
+        _fail("interrupted", 130)
     except typer.Abort:
         sys.exit(1)
     except mistakes as error:

@@ -21,11 +21,13 @@ from zeroshard.train.models.lora import lora_of
 from zeroshard.train.run import learning_rate_factor
 from zeroshard.train.text import open_source
 from zeroshard.train.tokenizer import load_tokenizer
+from zeroshard.train.using import continue_prompt, load_run, score
 
 from .test_hf import VOCABULARY, _Nobody, _save
 
 STEPS, BATCH, CONTEXT, RATE = 4, 4, 16, 0.01
-LORA = "rank=3,alpha=6,targets=q_proj+v_proj"
+TEXT = "The class statement defines a class; a class is an object. " * 3
+LORA = "rank=16,alpha=32,targets=q_proj+v_proj"
 
 
 def settings(folder: str, *more: str) -> list[str]:
@@ -49,7 +51,7 @@ def own_loop(folder: str, adapters: dict[str, torch.Tensor]) -> tuple[list[float
     """Train with peft and DDP alone; return the losses and the trained adapters. Runs on a rank."""
     mesh = zs.init(seed=1)
     base = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    config = peft.LoraConfig(r=3, lora_alpha=6, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    config = peft.LoraConfig(r=16, lora_alpha=32, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
     model = peft.get_peft_model(base, config)
     model.load_state_dict(adapters, strict=False)
     model.train()
@@ -96,6 +98,50 @@ def test_a_run_is_pefts_own_loop_and_its_adapter_loads_in_peft(stage: int, tmp_p
     assert len(expected) == 8 and all(value.abs().max() > 0 for value in expected.values())
     for name, value in expected.items():
         torch.testing.assert_close(loaded[name], value, rtol=0, atol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def tuned(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a model, with a run that trained its adapter, and a text."""
+    root = tmp_path_factory.mktemp("tuned")
+    train(load_config(overrides=settings(_save(root, has_weights=True), "run.ranks=1", "run.name=tuned")), _Nobody())
+    (root / "text.txt").write_text(TEXT)
+    return root
+
+
+def use(folder: str, stage: int) -> tuple[str, dict[str, float]]:
+    """Return what a run's model writes, and what it scores. Runs on a rank."""
+    with load_run(Path(folder) / "runs" / "tuned", stage=stage) as loaded:
+        text = continue_prompt(loaded, "The ", tokens=12, temperature=0.7, seed=3)
+        return text, dict(score(loaded, str(Path(folder) / "text.txt"), "", column="text"))
+
+
+@torch.no_grad()
+def plainly(folder: Path) -> tuple[str, float]:
+    """Return the same text, and nats a token, from peft's model and the tokenizer of Transformers in this process."""
+    base = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    adapter = export(zs.latest(folder / "runs" / "tuned"), folder / "adapter")
+    model = peft.PeftModel.from_pretrained(base, adapter).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    ids = tokenizer("The ", add_special_tokens=False, return_tensors="pt").input_ids[0]
+    draw = torch.Generator().manual_seed(3)
+    for _ in range(12):
+        logits = model(input_ids=ids[None, -CONTEXT:]).logits[0, -1]
+        ids = torch.cat([ids, torch.multinomial(torch.softmax(logits / 0.7, -1), 1, generator=draw)])
+    data, nats = tokenizer(TEXT, add_special_tokens=False, return_tensors="pt").input_ids[0], 0.0
+    for start in range(0, len(data) - 1, CONTEXT):  # windows without an overlap
+        inputs, targets = data[start : start + CONTEXT], data[start + 1 : start + CONTEXT + 1]
+        logits = model(input_ids=inputs[None, : len(targets)]).logits[0]
+        nats += float(torch.nn.functional.cross_entropy(logits, targets, reduction="sum"))
+    return tokenizer.decode(ids), nats / (len(data) - 1)
+
+
+@pytest.mark.parametrize("stage", [3, *(pytest.param(n, marks=pytest.mark.rotates) for n in (0, 1, 2))])
+def test_a_tuned_model_writes_and_scores_as_pefts_does(stage: int, tuned: Path) -> None:
+    text, nats = plainly(tuned)
+    for told, scores in run_ranks(use, 2, str(tuned), stage):
+        assert told == text
+        assert scores["nats_per_token"] == pytest.approx(nats, rel=1e-5)
 
 
 @pytest.mark.parametrize(

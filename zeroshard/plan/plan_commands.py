@@ -150,12 +150,12 @@ def _numbers(ranks: str) -> list[int]:
     """Return numbers of ranks.
 
     Raises:
-        ValueError: a part of the text is not a number.
+        ValueError: a part of the text is not a number above 0.
     """
-    try:
-        return [int(one) for one in ranks.split(",")]
-    except ValueError as error:
-        raise ValueError(f"--ranks takes numbers such as 8 or, with --search, 8,16; got {ranks!r}.") from error
+    parts = [one.strip() for one in ranks.split(",")]
+    if all(one.isdecimal() and int(one) for one in parts):
+        return [*map(int, parts)]
+    raise ValueError(f"--ranks takes numbers from 1 on, such as 8 or, with --search, 8,16; got {ranks!r}.")
 
 
 def _shapes() -> list[str]:

@@ -188,12 +188,12 @@ class Run(Section):
         ge=0,
         description="steps between exchanges of islands: run.replicas, or all ranks; 0 to sum gradients in each step",
     )
-    outer_bits: Literal[32, 8, 4] = Field(default=32, description="of an element in exchanges, with run.outer")
+    outer_bits: Literal[32, 8, 4] = Field(default=32, description="bits per element in exchanges of run.outer")
     mailbox: str = Field(
         default="",
         description="host:port of `zeroshard outer --serve`: with run.outer, this launch is one of several islands",
     )
-    secret_file: str = Field(default="", description="secret of run.mailbox")
+    secret_file: str = Field(default="", description="file with the secret of run.mailbox")
     island: str = Field(default="", description="with run.mailbox, number of this island of all, such as 1/2")
     staleness: Annotated[int, Field(ge=0)] | Literal["none"] = Field(
         default=0, description="exchanges that an island of run.mailbox may lead; none never waits"
@@ -202,7 +202,9 @@ class Run(Section):
         default=1, ge=1, description="ranks that split each layer (tensor parallelism) and read the same batches"
     )
     pipe: int = Field(default=1, ge=1, description="places of a pipeline, over which the model is divided by layers")
-    schedule: Literal["1f1b", "gpipe", "interleaved", "naive"] = Field(default="1f1b", description="of run.pipe")
+    schedule: Literal["1f1b", "gpipe", "interleaved", "naive"] = Field(
+        default="1f1b", description="order of the micro-batches of run.pipe"
+    )
     micro_batches: int = Field(default=0, ge=0, description="per step, with run.pipe; 0 for twice as many as places")
     seed: int = Field(default=1, ge=0, description="seed of parameters, data order and sample")
     profile_steps: int = Field(default=0, ge=0, description="steps to profile, after the first two; 0 for none")
