@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ from zeroshard.outer.island_log import read_log
 
 __all__ = ["main"]
 
-CONTEXT, BATCH, WARMUP = 16, 32, 30
+CONTEXT, BATCH, WARMUP, LOSS_EVERY = 16, 32, 30, 25
 PRELOAD = ("torch", "torch._dynamo", "zeroshard.handle", "zeroshard.outer.mailed")
 SERVER = """
 import sys
@@ -125,7 +125,7 @@ def train(job: Job) -> None:
             steps += 1
             row: dict[str, Any] = {"at": end_s, "took": end_s - begun_s, "step": end_s - computed_s}
             row["queued"] = queueing_s() - queued_s
-            if steps % 25 == 0:
+            if steps % LOSS_EVERY == 0:
                 with torch.no_grad():
                     row["loss"] = loss_of(model, data, held_out).item()
             file.write(json.dumps(row) + "\n")
@@ -242,6 +242,27 @@ def measure_speed(seconds: float, every: int) -> dict[str, Any]:
     return found
 
 
+def write_plot(found: Mapping[str, Any], path: Path) -> None:
+    """Draw the held-out loss of the first island over seconds, and over the tokens of both islands by then."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 7), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(2, 2, sharey=True)
+    for name, one in found.items():
+        over_time, over_tokens = axes[int("stalls" in name)]
+        times, losses = zip(*one["losses"]["a"], strict=True)
+        both = [at for island in "ab" for at, _ in one["losses"][island]]
+        over_time.plot(times, losses, label=name)
+        over_tokens.plot([BATCH * LOSS_EVERY * sum(at <= end for at in both) for end in times], losses, label=name)
+    for row in axes:
+        for one, label in zip(row, ("seconds", "tokens of both islands"), strict=True):
+            one.set(xlabel=label, ylabel="held-out loss, nats a byte")
+            one.legend()
+    figure.savefig(path, dpi=90)
+
+
 def line_of(name: str, one: dict[str, Any]) -> str:
     """Return a result in one line."""
     return (
@@ -311,7 +332,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=20.0, help="of each run; between kills, the longest")
     parser.add_argument("--every", type=int, default=5, help="steps between exchanges")
     parser.add_argument("--count", type=int, default=100, help="kills")
-    parser.add_argument("--output", type=Path, help="a file for the results, as JSON")
+    parser.add_argument("--output", type=Path, help="a file for the results, as JSON; plots go beside it")
     arguments = parser.parse_args()
     if arguments.what == "speed":
         found = measure_speed(arguments.seconds, arguments.every)
@@ -321,6 +342,8 @@ def main() -> None:
         found["undisturbed"] = undisturbed["times"] | {"loss": undisturbed["losses"]["a"][-1][1]}
         print(json.dumps(found, indent=1))
     if arguments.output:
+        if arguments.what == "speed":
+            write_plot(found, arguments.output.with_suffix(".png"))
         write_result(arguments.output, circumstances("benchmarks.islands") | {"results": found})
 
 

@@ -74,8 +74,8 @@ def update_in_pieces(
     groups = list(optimizer.param_groups)
     kept = [group["params"] for group in groups]
 
-    def put_back() -> None:
-        for group, entries in zip(groups, kept, strict=True):
+    def put(by_group: Iterable[list[Tensor]]) -> None:
+        for group, entries in zip(groups, by_group, strict=True):
             group["params"] = entries
 
     try:
@@ -86,9 +86,9 @@ def update_in_pieces(
             before, present = None, next(queue, None)
             while present is not None:
                 ahead = next(queue, None)
-                for group, entries in zip(groups, present.entries(), strict=True):
-                    group["params"] = entries
+                put(present.entries())
                 body()
+                put([] for _ in groups)  # else they keep these tensors while those of the next piece are made
                 present.finish()
                 if before is not None:
                     before.close()
@@ -96,11 +96,10 @@ def update_in_pieces(
             if before is not None:
                 before.close()
     except BaseException:
-        put_back()
+        put(kept)
         raise
-    for group in groups:
-        group["params"] = []
-    return put_back
+    put([] for _ in groups)
+    return lambda: put(kept)
 
 
 def _started(pieces: Iterable[Piece]) -> Iterator[Piece]:

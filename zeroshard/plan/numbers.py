@@ -1,11 +1,12 @@
 """Numbers and tables as text for a terminal."""
 
+import difflib
 from collections.abc import Iterable, Sequence
 from typing import Final, TypeVar
 
 from zeroshard.table.sizes import GIB
 
-__all__ = ["aligned", "bar", "count", "seconds", "thinned"]
+__all__ = ["aligned", "bar", "count", "nearest", "seconds", "thinned"]
 
 _T = TypeVar("_T")
 BAR: Final = 40
@@ -30,6 +31,12 @@ def count(numel: int) -> str:
         if numel >= size:
             return f"{numel / size:.2f}{letter}"
     return f"{numel:,}"
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Return a sentence with the known names that are most like another one, or nothing."""
+    near = difflib.get_close_matches(name, list(known), n=3, cutoff=0.5)
+    return f" Nearest: {', '.join(near)}." if near else ""
 
 
 def seconds(number: float) -> str:

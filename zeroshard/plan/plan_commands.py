@@ -159,10 +159,8 @@ def _numbers(ranks: str) -> list[int]:
 
 
 def _shapes() -> list[str]:
-    return [
-        "shapes:",
-        *(f"  {name:18} {shape.numel() / 1e9:10.3f} billion parameters" for name, shape in SHAPES.items()),
-    ]
+    sizes = (f"  {name:18} {shape.numel() / 1e9:10.3f} billion parameters" for name, shape in SHAPES.items())
+    return ["shapes:", *sizes]
 
 
 def _devices() -> list[str]:

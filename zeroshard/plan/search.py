@@ -306,7 +306,6 @@ def _render(found: Search) -> str:
     """Return the frontier and the best plan of a search."""
     named = ("ranks", "row", "copies", "tensor", "pipe", "micro-batch", "activations")
     heads = (*named, "GiB in total", "tokens/s a rank", "")
-    shown = thinned(found.frontier, SHOWN)
     rows = [
         (
             *(str(one.options.words()[name]) for name in named),
@@ -314,7 +313,7 @@ def _render(found: Search) -> str:
             f"{one.tokens_per_s / one.options.world_size:,.0f}",
             one.verdict,
         )
-        for one in shown
+        for one in thinned(found.frontier, SHOWN)
     ]
     interrupted = f", interrupted: {found.left_out:,} were not looked at" if found.left_out else ""
     count = f"{found.count:,} configurations ({len(found.candidates):,} simulated{interrupted})"

@@ -13,7 +13,6 @@ ml-engineering (S. Bekman), "Maximum Achievable Matmul FLOPS"; Dao, FlashAttenti
 335 TFLOPS on an H100, of 989, and 50 to 73% of an A100's peak.
 """
 
-import difflib
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -22,7 +21,7 @@ from types import MappingProxyType
 from typing import Final
 
 from zeroshard.plan.machine.hardware import GB, Device
-from zeroshard.table.sizes import MIB
+from zeroshard.plan.numbers import nearest
 
 __all__ = ["DEVICES", "device_named"]
 
@@ -59,7 +58,7 @@ def _preset(
     return Device(
         name,
         MappingProxyType(peaks),
-        mib * MIB,
+        mib << 20,
         memory,
         link,
         node,
@@ -101,9 +100,7 @@ def device_named(device: "str | Device") -> Device:
     found = USUAL.get(short, short)
     if found in DEVICES:
         return DEVICES[found]
-    near = difflib.get_close_matches(found, [*DEVICES, *USUAL], n=3, cutoff=0.5)
-    hint = f" Nearest: {', '.join(near)}." if near else ""
     raise ValueError(
         f"device must be one of {', '.join(DEVICES)}, 'this' or the file of a profile (zeroshard doctor), or a Device; "
-        f"got {device!r}.{hint}"
+        f"got {device!r}.{nearest(found, (*DEVICES, *USUAL))}"
     )

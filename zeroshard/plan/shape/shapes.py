@@ -14,6 +14,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, Literal, final
 
+from zeroshard.plan.numbers import nearest
+
 __all__ = ["NoShapeError", "Parameters", "SHAPES", "Transformer", "gpt", "read_config", "shape_named", "shape_of"]
 
 Parameters = tuple[tuple[str, int], ...]
@@ -269,7 +271,7 @@ def shape_named(name: str) -> Transformer:
     if name not in SHAPES:
         raise ValueError(
             f"No shape is named {name!r}. Known shapes: {', '.join(SHAPES)}. Or pass a config.json or its folder, a "
-            "Transformer, or a model."
+            f"Transformer, or a model.{nearest(name, SHAPES)}"
         )
     return SHAPES[name]
 

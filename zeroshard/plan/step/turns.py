@@ -10,7 +10,7 @@ Note: the clocks of other ranks
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from types import MappingProxyType
 from typing import Final, final
 
@@ -35,10 +35,16 @@ WIDE: Final = 4
 @final
 @dataclass(frozen=True)
 class Kind:
-    """The update of one parameter by an optimizer: kernels and peak of temporary memory, by shape."""
+    """The update of one parameter by an optimizer, by shape.
+
+    Args:
+        passing_bytes: the peak of temporary memory.
+        left_bytes: what of it a loop over parameters keeps until it has the temporary memory of the next one.
+    """
 
     kernels: Callable[[Shape], Sequence[Cost]]
     passing_bytes: Callable[[Shape], int]
+    left_bytes: Callable[[Shape], int] = lambda shape: 0
 
 
 def _matrices(shape: Shape) -> tuple[int, int, int]:
@@ -81,7 +87,7 @@ KINDS: Final[Mapping[str, Kind]] = MappingProxyType(
     {
         "newton-schulz": Kind(_newton_schulz, _newton_schulz_bytes),
         # The estimate becomes the update; for a vector, its square is also held.
-        "adafactor": Kind(_adafactor, lambda shape: _numel(shape) * WIDE * (1 if len(shape) > 1 else 2)),
+        "adafactor": Kind(_adafactor, lambda s: _numel(s) * WIDE * (1 if s[1:] else 2), lambda s: _numel(s) * WIDE),
         # Values and gradients are read, and values written; temporary memory is unknown.
         "other": Kind(lambda shape: [Cost(0, 3.0 * WIDE * _numel(shape))], lambda shape: 0),
     }
@@ -146,13 +152,10 @@ def turns_of(matrices: Sequence[Owned], device: Device) -> list[Turn]:
     Args:
         matrices: of one optimizer.
     """
-    seconds: dict[tuple[str, Shape], float] = {}
 
-    def update_s(one: Owned) -> float:
-        key = one.kind, one.shape
-        if key not in seconds:
-            seconds[key] = sum(device.kernel_s(cost, NARROW) for cost in KINDS[one.kind].kernels(one.shape))
-        return seconds[key]
+    @cache
+    def seconds(kind: str, shape: Shape) -> float:
+        return sum(device.kernel_s(cost, NARROW) for cost in KINDS[kind].kernels(shape))
 
     here, away = list[Owned](), dict[tuple[str, str], list[Owned]]()
     for matrix in matrices:
@@ -161,7 +164,8 @@ def turns_of(matrices: Sequence[Owned], device: Device) -> list[Turn]:
         elif matrix.bucket.is_trained:
             formats = matrix.bucket.formats
             away.setdefault((formats.grad, formats.state), []).append(matrix)
-    found = [Turn(0, (), ("", ""), 0, 0, _held_bytes(here), [sum(map(update_s, here))])] if here else []
+    here_s = [sum(seconds(one.kind, one.shape) for one in here)]
+    found = [Turn(0, (), ("", ""), 0, 0, _held_bytes(here), here_s)] if here else []
     for dtypes, some in away.items():
         parts = [one.bucket.layout.numels_by_rank(one.index) for one in some]
         rank = some[0].bucket.rank
@@ -173,7 +177,7 @@ def turns_of(matrices: Sequence[Owned], device: Device) -> list[Turn]:
             mine = [some[place] for place in turn.bundles[rank]]
             # A matrix that arrives alone is contiguous; several matrices arrive rank by rank.
             joined = sum(map(itemsize, dtypes)) * taken[rank] * (len(mine) > 1)
-            times = [sum(update_s(some[place]) for place in bundle) for bundle in turn.bundles]
+            times = [sum(seconds(some[n].kind, some[n].shape) for n in bundle) for bundle in turn.bundles]
             numels = given[rank], taken[rank]
             found.append(Turn(rank, numels, dtypes, most, stays[rank], joined + _held_bytes(mine), times))
     return found
@@ -185,7 +189,9 @@ def _held_bytes(matrices: Sequence[Owned]) -> int:
     for one in matrices:
         formats = one.bucket.formats
         converted += _numel(one.shape) * itemsize(formats.state) * (formats.grad != formats.state)
-    return converted + max((KINDS[one.kind].passing_bytes(one.shape) for one in matrices), default=0)
+    left = [0, *(KINDS[one.kind].left_bytes(one.shape) for one in matrices)]
+    passing = (KINDS[one.kind].passing_bytes(one.shape) for one in matrices)
+    return converted + max(map(sum, zip(left, passing, strict=False)), default=0)
 
 
 def play(turns: Sequence[Turn], clock: Clock, storages: Storages, update_slices: Callable[[], None]) -> None:
