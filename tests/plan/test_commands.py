@@ -70,8 +70,14 @@ def test_a_stored_profile_is_a_device(
     ("arguments", "message"),
     [
         (["plan", "gpt9"], "No shape is named 'gpt9'"),
-        (["plan", "gpt2", "--ranks", "0"], "world_size must be at least 1, got 0"),
-        (["plan", "gpt2", "--ranks", "two"], "--ranks takes numbers such as 8 or, with --search, 8,16; got 'two'"),
+        (
+            ["plan", "gpt2", "--ranks", "0"],
+            "--ranks takes numbers from 1 on, such as 8 or, with --search, 8,16; got '0'",
+        ),
+        (
+            ["plan", "gpt2", "--ranks", "two"],
+            "--ranks takes numbers from 1 on, such as 8 or, with --search, 8,16; got 'two'",
+        ),
         (["plan", "gpt2", "--ranks", "1,2"], "--ranks takes several numbers with --search only"),
         (["plan", "gpt2", "--device", "z1"], "device must be one of"),
         (["plan", "gpt2", "--device", str(SAMPLE)], "is not a profile of `zeroshard doctor`"),

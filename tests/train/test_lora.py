@@ -116,13 +116,14 @@ def use(folder: str, stage: int) -> tuple[str, dict[str, float]]:
         return text, dict(score(loaded, str(Path(folder) / "text.txt"), "", column="text"))
 
 
+@pytest.fixture(scope="module")
 @torch.no_grad()
-def plainly(folder: Path) -> tuple[str, float]:
+def plainly(tuned: Path) -> tuple[str, float]:
     """Return the same text, and nats a token, from peft's model and the tokenizer of Transformers in this process."""
-    base = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    adapter = export(zs.latest(folder / "runs" / "tuned"), folder / "adapter")
+    base = transformers.AutoModelForCausalLM.from_pretrained(tuned, dtype=torch.float32)
+    adapter = export(zs.latest(tuned / "runs" / "tuned"), tuned / "adapter")
     model = peft.PeftModel.from_pretrained(base, adapter).eval()
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tuned)
     ids = tokenizer("The ", add_special_tokens=False, return_tensors="pt").input_ids[0]
     draw = torch.Generator().manual_seed(3)
     for _ in range(12):
@@ -137,8 +138,8 @@ def plainly(folder: Path) -> tuple[str, float]:
 
 
 @pytest.mark.parametrize("stage", [3, *(pytest.param(n, marks=pytest.mark.rotates) for n in (0, 1, 2))])
-def test_a_tuned_model_writes_and_scores_as_pefts_does(stage: int, tuned: Path) -> None:
-    text, nats = plainly(tuned)
+def test_a_tuned_model_writes_and_scores_as_pefts_does(stage: int, tuned: Path, plainly: tuple[str, float]) -> None:
+    text, nats = plainly
     for told, scores in run_ranks(use, 2, str(tuned), stage):
         assert told == text
         assert scores["nats_per_token"] == pytest.approx(nats, rel=1e-5)
