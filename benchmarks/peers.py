@@ -23,9 +23,6 @@ __all__ = ["CONTESTANTS", "Contestant", "Running", "reference_of"]
 
 _LEARNING_RATE: Final = 3e-4
 
-_EXCHANGES: Final = 3
-"""At stage 3: a gather before forward, one before backward, a reduction."""
-
 _REFERENCES: Final = ("ddp", "zs-3")
 _MESSAGES: Final = "messages"
 
@@ -109,7 +106,11 @@ def _bare(model: nn.Module, samples: int) -> Running:
 
 
 def _wire(model: nn.Module, samples: int) -> Running:
-    """Return the messages of stage 3 alone, three exchanges of each block, point to point and in place."""
+    """Return the messages of stage 3 alone, point to point and in place.
+
+    These are two gathers of each block and a reduction. The last block and the root are gathered once: they stay for
+    their backward.
+    """
     blocks = [module for module in model.modules() if isinstance(module, Block)]
     sizes = [sum(p.numel() for p in block.parameters()) for block in blocks]
     sizes.append(sum(p.numel() for p in model.parameters()) - sum(sizes))
@@ -117,7 +118,7 @@ def _wire(model: nn.Module, samples: int) -> Running:
     full = torch.zeros(max(sizes))
 
     def step(batch: Tensor) -> Tensor:
-        for size in _EXCHANGES * sizes:
+        for size in [*sizes, *sizes, *sizes[:-2]]:
             chunks = full.split(size // ranks)
             others = [other for other in range(ranks) if other != rank]
             works = [dist.irecv(chunks[other], other) for other in others]

@@ -184,7 +184,7 @@ def main(arguments: list[str] | None = None) -> None:
             name,
             f"{1e3 * median(one['step_s']):.0f} ms",
             f"{ratio:.3f} ({low:.3f} to {high:.3f})",
-            f"{size_text(peak)}",
+            size_text(peak),
             f"{peak / base_peak:.3f}",
         )
         table.append(" | ".join(shown))

@@ -135,7 +135,7 @@ def main() -> None:
         peaks = [peak for peak, _ in found]
         rows[name] = {"peak_bytes by rank": peaks, "at": [" ".join(at) for _, at in found], "planned_bytes": planned}
         said = "" if planned is None else f", plan {size_text(planned)}: {max(peaks) / planned:.3f}"
-        print(f"{name}: {', '.join(f'{size_text(peak)}' for peak in peaks)}{said} {found[0][1]}", flush=True)
+        print(f"{name}: {', '.join(map(size_text, peaks))}{said} {found[0][1]}", flush=True)
     if given.output is not None:
         known = circumstances("benchmarks.trainer_memory", ("torch", "transformers"))
         write_result(given.output, known | {"batch": BATCH, "sequence": SEQUENCE, "contestants": rows})

@@ -866,7 +866,7 @@ ENGINE = (
     Bug(
         "entries stay out of their groups after a step in pieces",
         "optim/pieces.py",
-        "    except BaseException:\n        put_back()",
+        "    except BaseException:\n        put(kept)",
         "    except BaseException:\n        pass",
         f"{_ENGINE}/test_update.py::test_an_exception_puts_the_entries_back",
     ),

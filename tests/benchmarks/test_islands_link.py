@@ -23,5 +23,7 @@ def test_an_exchange_is_compared_with_its_bytes_over_the_rate() -> None:
     result["overlap"] = {"slow_s": [5.0], "free_s": [4.0], "cable_bytes_a_direction": 4 * RATE / 8}
     result["bytes"]["4 bits"] = counted(5)
     text = table_of(result)
-    assert "2.00 of one without the limit, an exchange 2.20 s; 1.10 of bytes over rate" in text.replace("\n", " ")
+    assert "2.00 of one without the limit, an exchange 2.20 s, 1.10 of bytes over rate, and 1.05 less" in text.replace(
+        "\n", " "
+    )
     assert "25% of the transfer is exposed" in text

@@ -17,4 +17,6 @@ def size_text(nbytes: float) -> str:
     >>> size_text(3 << 29), size_text(5 << 18), size_text(12)
     ('1.50 GiB', '1.2 MiB', '12 bytes')
     """
-    return next((f"{nbytes / size:,{form}} {unit}" for unit, size, form in UNITS if nbytes >= size), f"{nbytes} bytes")
+    return next(
+        (f"{nbytes / size:,{form}} {unit}" for unit, size, form in UNITS if nbytes >= size), f"{nbytes:.0f} bytes"
+    )
