@@ -36,7 +36,7 @@ from dataclasses import dataclass
 from typing import Final, final
 
 from zeroshard.plan.machine.allocator import Outcome, simulate
-from zeroshard.plan.machine.rules import BLOCK_BYTES, Action, Event, Rules
+from zeroshard.plan.machine.rules import BLOCK_BYTES, Action, Event
 
 __all__ = ["Arena", "Lifetime", "Replay", "needed_bytes", "peak_bytes", "place_events", "plan_arena", "replay"]
 
@@ -219,7 +219,7 @@ def replay(
     events: Sequence[Event],
     arenas: Mapping[Hashable, Arena] | None = None,
     places: Mapping[Hashable, tuple[Hashable, int]] | None = None,
-    rules: Rules | None = None,
+    device_bytes: int | None = None,
     copied: Mapping[Hashable, int] | None = None,
     reserved_bytes: int = 0,
 ) -> Replay:
@@ -238,7 +238,7 @@ def replay(
     first = [Event(("arena", name), arena.total_bytes) for name, arena in (arenas or {}).items()]
     if reserved_bytes:
         first += [Event(("reserve",), reserved_bytes), Event(("reserve",), 0, 0, Action.FREE)]
-    return Replay(needed_bytes(events), simulate([*first, *kept], rules))
+    return Replay(needed_bytes(events), simulate([*first, *kept], device_bytes))
 
 
 def place_events(
@@ -279,7 +279,7 @@ def place_events(
                     arriving.setdefault(max(copied[key], number + 1), []).append(key)
                 elif enter(key):
                     continue
-        elif event.action is not Action.DONE and key in within:
+        elif key in within:
             if event.action is Action.FREE:
                 name, wanted = within.pop(key)
                 del taken[name][bisect_left(taken[name], wanted)]

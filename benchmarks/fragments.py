@@ -28,7 +28,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from benchmarks.arena import Arena, Lifetime, Replay, needed_bytes, place_events, plan_arena, replay
 from benchmarks.machine import circumstances, write_result
-from zeroshard.plan.machine.allocator import Action, Event, Rules
+from zeroshard.plan.machine.allocator import Action, Event
 from zeroshard.plan.trace.events import Phase
 from zeroshard.plan.trace.personality import PERSONALITIES
 from zeroshard.plan.trace.recorder import Recorder
@@ -261,15 +261,15 @@ class Policy:
     reserve_bytes: int = 0
     is_copied: bool = True
 
-    def run(self, trace: Trace, rules: Rules) -> Replay:
+    def run(self, trace: Trace, device_bytes: int | None = None) -> Replay:
         """Replay a trace."""
         places = {key: self.roles[role] for key, role in trace.roles.items() if role in self.roles}
         copied = trace.ends if self.is_copied else {}
         room = self.reserve_bytes
-        if rules.device_bytes is not None:  # it must leave room for a segment of small tensors
+        if device_bytes is not None:  # it must leave room for a segment of small tensors
             arenas = sum(arena.total_bytes + PAGE_BYTES for arena in self.arenas.values())
-            room = max(0, min(room, rules.device_bytes - arenas - 4 * PAGE_BYTES) // PAGE_BYTES * PAGE_BYTES)
-        return replay(trace.events, self.arenas, places, rules, copied, room)
+            room = max(0, min(room, device_bytes - arenas - 4 * PAGE_BYTES) // PAGE_BYTES * PAGE_BYTES)
+        return replay(trace.events, self.arenas, places, device_bytes, copied, room)
 
     def rest_bytes(self, trace: Trace) -> int:
         """Return what is needed beside the arenas."""
@@ -306,7 +306,7 @@ def choose(trace: Trace, policies: Sequence[Policy]) -> Policy:
         candidates += [
             replace(policy, reserve_bytes=-(-int(rest * share) // PAGE_BYTES) * PAGE_BYTES) for share in RESERVES
         ]
-    return min(candidates, key=lambda policy: policy.run(trace, Rules()).outcome.peak_reserved_bytes)
+    return min(candidates, key=lambda policy: policy.run(trace).outcome.peak_reserved_bytes)
 
 
 def judge(case: Case, trace: Trace, planned: Trace) -> dict[str, Any]:
@@ -327,10 +327,10 @@ def judge(case: Case, trace: Trace, planned: Trace) -> dict[str, Any]:
     tight = needed + needed // 20
     excess, out_of_memory, retries = {}, {}, {}
     for name, policy in policies.items():
-        excess[name] = round(policy.run(trace, Rules()).excess, 4)
-        outcome = policy.run(trace, Rules(device_bytes=tight)).outcome
+        excess[name] = round(policy.run(trace).excess, 4)
+        outcome = policy.run(trace, tight).outcome
         out_of_memory[name], retries[name] = outcome.out_of_memory is not None, outcome.retries
-    without = none.run(trace, Rules()).outcome
+    without = none.run(trace).outcome
     return {
         "case": case.name,
         "events": len(trace.events),

@@ -102,7 +102,7 @@ def train(kind: type[nn.Module], stage: int, joins: bool) -> tuple[list[float], 
     units = None if joins else [models.Block]
     zero = zs.shard(model, optimizer, stage=stage, units=units, settings=zs.Settings(watchdog_s=WATCHDOG_S))
     losses = []
-    # Which unit a forward uses last, if not by the order of parameters, is known from the second step on.
+    # A first forward keeps the last unit by the order of parameters: see `Trace.predicted`.
     settled = 2 if kind is Backwards else 1
     for step in range(3):
         loss = models.stack_loss(model, step, zero.mesh.rank)

@@ -13,7 +13,6 @@ from zeroshard.plan.machine.allocator import (
     Event,
     Outcome,
     Retry,
-    Rules,
     simulate,
 )
 from zeroshard.plan.machine.rules import round_bytes
@@ -131,29 +130,29 @@ def test_segments_do_not_join() -> None:
 
 def test_free_segments_are_returned_when_the_device_is_full() -> None:
     made = [alloc("a", 12 * MIB), alloc("b", 12 * MIB), alloc("small", 1), *free("a", "b")]
-    outcome = simulate([*made, alloc("c", 24 * MIB)], Rules(device_bytes=40 * MIB))
+    outcome = simulate([*made, alloc("c", 24 * MIB)], 40 * MIB)
     assert (outcome.retries, outcome.reserved_bytes, outcome.out_of_memory) == (1, 26 * MIB, None)
     assert outcome.peak_reserved_bytes == 26 * MIB
-    assert simulate([*made, alloc("c", 24 * MIB)], Rules(device_bytes=50 * MIB)).retries == 0
+    assert simulate([*made, alloc("c", 24 * MIB)], 50 * MIB).retries == 0
 
 
 def test_a_retry_says_what_went_to_the_driver_and_came_from_it_again() -> None:
-    rules = Rules(device_bytes=40 * MIB)
+    device_bytes = 40 * MIB
     made = [alloc("a", 12 * MIB), alloc("b", 12 * MIB), alloc("small", 1), *free("a", "b")]
-    (one,) = simulate([*made, alloc("c", 24 * MIB)], rules).returned
+    (one,) = simulate([*made, alloc("c", 24 * MIB)], device_bytes).returned
     # Both large segments go; the small one is in use. "c" takes one segment.
     assert one == Retry("c", 2, 24 * MIB, 1, 24 * MIB)
     # What is taken later counts for the retry before it, until the next one: "d" finds 14 MiB, "e" does not.
     more = [alloc("d", 13 * MIB), *free("c"), alloc("e", 25 * MIB)]
-    first, second = simulate([*made, alloc("c", 24 * MIB), *more], rules).returned
+    first, second = simulate([*made, alloc("c", 24 * MIB), *more], device_bytes).returned
     assert first == Retry("c", 2, 24 * MIB, 2, 38 * MIB)
     assert second == Retry("e", 1, 24 * MIB, 0, 0)  # 26 MiB beside 16: out of memory
-    assert simulate(made, rules).returned == ()
+    assert simulate(made, device_bytes).returned == ()
 
 
 def test_a_segment_with_one_block_in_use_stays() -> None:
     made = [alloc("a", 5 * MIB), alloc("b", 5 * MIB), *free("a")]
-    outcome = simulate([*made, alloc("c", 16 * MIB)], Rules(device_bytes=35 * MIB))
+    outcome = simulate([*made, alloc("c", 16 * MIB)], 35 * MIB)
     failure = outcome.out_of_memory
     assert failure is not None
     assert (failure.place, failure.key, failure.num_bytes) == (3, "c", 16 * MIB)
@@ -164,11 +163,11 @@ def test_a_segment_with_one_block_in_use_stays() -> None:
         ("b", 5 * MIB),
         (None, 10 * MIB),
     ]
-    assert simulate([*made, alloc("c", 16 * MIB)], Rules(device_bytes=36 * MIB)).out_of_memory is None
+    assert simulate([*made, alloc("c", 16 * MIB)], 36 * MIB).out_of_memory is None
 
 
 def test_a_program_may_go_on_after_it() -> None:
-    allocator = Allocator(Rules(device_bytes=20 * MIB))
+    allocator = Allocator(20 * MIB)
     assert allocator.allocate("a", 12 * MIB)
     assert not allocator.allocate("b", 12 * MIB)
     allocator.free("a")
@@ -185,40 +184,6 @@ def test_a_block_belongs_to_its_stream() -> None:
     assert simulate([alloc("a", 12 * MIB, 1), *free("a"), alloc("b", 12 * MIB, 1)]).reserved_bytes == 12 * MIB
 
 
-def test_a_recorded_block_waits_for_the_stream() -> None:
-    used = [alloc("a", 12 * MIB), Event("a", 0, 7, Action.RECORD), *free("a")]
-    waits = simulate([*used, alloc("b", 12 * MIB)])
-    assert waits.reserved_bytes == 24 * MIB
-    assert waits.allocated_bytes == 12 * MIB
-    assert waits.segments[0].pieces[0].state is BlockState.WAITING
-    done = Event(None, 0, 7, Action.DONE)
-    assert simulate([*used, done, alloc("b", 12 * MIB)]).reserved_bytes == 12 * MIB
-    # What the stream was given after the free is no matter, what it did before the free does not help.
-    assert simulate([*used[:2], done, *free("a"), alloc("b", 12 * MIB)]).reserved_bytes == 24 * MIB
-    # The stream that a block was allocated on does not count as another stream.
-    own = [used[0], Event("a", 0, 0, Action.RECORD), *free("a"), alloc("b", 12 * MIB)]
-    assert simulate(own).reserved_bytes == 12 * MIB
-
-
-def test_two_streams_must_both_catch_up() -> None:
-    used = [alloc("a", 12 * MIB), *(Event("a", 0, s, Action.RECORD) for s in (7, 8, 7)), *free("a")]
-    seven, eight = (Event(None, 0, s, Action.DONE) for s in (7, 8))
-    assert simulate([*used, seven, seven, alloc("b", 12 * MIB)]).reserved_bytes == 24 * MIB
-    assert simulate([*used, eight, seven, alloc("b", 12 * MIB)]).reserved_bytes == 12 * MIB
-
-
-def test_a_waiting_block_joins_no_neighbour() -> None:
-    events = [alloc("a", 5 * MIB), alloc("b", 5 * MIB), Event("a", 0, 7, Action.RECORD), *free("a", "b")]
-    outcome = simulate(events)
-    assert [p.state for p in outcome.segments[0].pieces] == [BlockState.WAITING, BlockState.FREE]
-
-
-def test_a_full_device_waits_for_streams() -> None:
-    used = [alloc("a", 12 * MIB), Event("a", 0, 7, Action.RECORD), *free("a")]
-    outcome = simulate([*used, alloc("b", 14 * MIB)], Rules(device_bytes=20 * MIB))
-    assert (outcome.retries, outcome.reserved_bytes, outcome.out_of_memory) == (1, 14 * MIB, None)
-
-
 # -- errors -----------------------------------------------------------------------------------------------------------
 
 
@@ -228,7 +193,6 @@ def test_a_full_device_waits_for_streams() -> None:
         ([alloc("a", 1), alloc("a", 1)], "allocation 'a' of 1 bytes: this key is already allocated"),
         ([alloc("a", -1)], "allocation 'a': bytes must not be negative, got -1"),
         (free("a"), "free of 'a': this key is not allocated"),
-        ([Event("a", 0, 1, Action.RECORD)], "use of 'a' on stream 1: this key is not allocated"),
     ],
 )
 def test_events_that_cannot_be(events: list[Event], message: str) -> None:
@@ -243,11 +207,9 @@ def test_events_that_cannot_be(events: list[Event], message: str) -> None:
 class Plain:
     """Fixed segments: a list of [segment, offset, size, key, state] in order of address, and nothing else."""
 
-    rules: Rules
+    device_bytes: int | None
     rows: list[list] = field(default_factory=list)
     segments: list[tuple[int, bool, int]] = field(default_factory=list)  # stream, is small, size; never reused
-    uses: dict[object, set[int]] = field(default_factory=dict)
-    waiting: list[list] = field(default_factory=list)  # [key, streams]
     returned: list[list] = field(default_factory=list)  # as in `Retry`
 
     @property
@@ -267,11 +229,6 @@ class Plain:
         self.rows = joined
 
     def allocate(self, key: object, num_bytes: int, stream: int) -> bool:
-        for key_, streams in self.waiting:
-            if not streams:
-                next(row for row in self.rows if row[3] == key_ and row[4] == "waiting")[3:] = None, "free"
-        self.waiting = [entry for entry in self.waiting if entry[1]]
-        self.join()
         size = max(512, -(-num_bytes // 512) * 512)
         small = size <= MIB
         fits = [
@@ -289,18 +246,12 @@ class Plain:
             self.rows.insert(self.rows.index(row) + 1, [row[0], row[1] + size, rest, None, "free"])
             row[2] = size
         row[3:] = key, "allocated"
-        self.uses[key] = set()
         return True
 
     def make(self, key: object, stream: int, small: bool, size: int) -> list | None:
         wanted = 2 * MIB if small else 20 * MIB if size < 10 * MIB else -(-size // (2 * MIB)) * 2 * MIB
-        device = self.rules.device_bytes or 2**60
+        device = self.device_bytes or 2**60
         if self.reserved() + wanted > device:
-            for row in self.rows:
-                if row[4] == "waiting":
-                    row[3:] = None, "free"
-            self.waiting = []
-            self.join()
             gone = [r for r in self.rows if r[4] == "free" and r[2] == self.segments[r[0]][2]]
             self.rows = [r for r in self.rows if not any(r is one for one in gone)]
             self.returned.append([key, len(gone), sum(r[2] for r in gone), 0, 0])
@@ -315,17 +266,8 @@ class Plain:
 
     def free(self, key: object) -> None:
         row = next(row for row in self.rows if row[3] == key and row[4] == "allocated")
-        streams = self.uses.pop(key)
-        if streams:
-            row[4] = "waiting"
-            self.waiting.append([key, streams])
-        else:
-            row[3:] = None, "free"
-            self.join()
-
-    def done(self, stream: int) -> None:
-        for _, streams in self.waiting:
-            streams.discard(stream)
+        row[3:] = None, "free"
+        self.join()
 
 
 def draw_events(r: random.Random, *, length: int, num_streams: int) -> list[Event]:
@@ -335,11 +277,7 @@ def draw_events(r: random.Random, *, length: int, num_streams: int) -> list[Even
     events = []
     for number in range(length):
         kind = r.random()
-        if kind < 0.08 and num_streams > 1 and live:
-            events.append(Event(r.choice(list(live)), 0, r.randrange(num_streams), Action.RECORD))
-        elif kind < 0.12 and num_streams > 1:
-            events.append(Event(None, 0, r.randrange(num_streams), Action.DONE))
-        elif kind < 0.55 and live:
+        if kind < 0.5 and live:
             key = r.choice(list(live))
             live.pop(key)
             events.append(Event(key, 0, 0, Action.FREE))
@@ -353,15 +291,7 @@ def draw_events(r: random.Random, *, length: int, num_streams: int) -> list[Even
 def step(allocator: Allocator | Plain, event: Event) -> bool:
     if event.action is Action.ALLOC:
         return allocator.allocate(event.key, event.num_bytes, event.stream)
-    if event.action is Action.FREE:
-        allocator.free(event.key)
-    elif event.action is Action.DONE:
-        allocator.done(event.stream)
-    elif isinstance(allocator, Plain):
-        if event.stream != next(allocator.segments[row[0]][0] for row in allocator.rows if row[3] == event.key):
-            allocator.uses[event.key].add(event.stream)
-    else:
-        allocator.record(event.key, event.stream)
+    allocator.free(event.key)
     return True
 
 
@@ -375,12 +305,11 @@ def shown(allocator: Allocator) -> list[tuple[int, int, object, str]]:
 @pytest.mark.parametrize("number", range(20))
 def test_all_rules_together_are_those_of_the_plain_model(number: int, is_limited: bool) -> None:
     r = random.Random(number)
-    rules = Rules(device_bytes=r.randrange(150, 500) * MIB if is_limited else None)
-    fast, plain = Allocator(rules), Plain(rules)
+    device_bytes = r.randrange(150, 500) * MIB if is_limited else None
+    fast, plain = Allocator(device_bytes), Plain(device_bytes)
     for event in draw_events(r, length=300, num_streams=r.choice([1, 1, 3])):
         went_well = step(fast, event)
         assert went_well == step(plain, event)
-        # Waiting blocks of the plain model are found at the next allocation, too.
         assert shown(fast) == [(row[1], row[2], row[3], row[4]) for row in plain.rows]
         assert (fast.reserved_bytes, fast.retries) == (plain.reserved(), plain.retries)
         assert [list(astuple(one)) for one in fast.returned] == plain.returned
@@ -393,8 +322,7 @@ def test_all_rules_together_are_those_of_the_plain_model(number: int, is_limited
 def test_what_holds_at_each_moment(number: int) -> None:
     r = random.Random(1000 + number)
     device = r.choice([None, r.randrange(200, 600) * MIB])
-    rules = Rules(device_bytes=device)
-    allocator, asked = Allocator(rules), {}
+    allocator, asked = Allocator(device), {}
     events = draw_events(r, length=400, num_streams=r.choice([1, 2]))
     for place, event in enumerate(events):
         if not step(allocator, event):
@@ -416,7 +344,7 @@ def test_what_holds_at_each_moment(number: int) -> None:
         for segment in segments:
             for one, other in pairwise(segment.pieces):
                 assert one.offset + one.num_bytes == other.offset
-                assert one.state is not other.state or one.state in (BlockState.ALLOCATED, BlockState.WAITING)
+                assert one.state is not other.state or one.state is BlockState.ALLOCATED
             last = segment.pieces[-1]
             ends[segment.address] = segment.address + last.offset + last.num_bytes
             assert segment.reserved_bytes % (2 * MIB) == 0
@@ -427,10 +355,9 @@ def test_what_holds_at_each_moment(number: int) -> None:
         assert device is None or allocator.reserved_bytes <= device
         assert allocator.peak_reserved_bytes >= allocator.reserved_bytes
     # The same events give the same end, and everything freed is whole segments.
-    assert simulate(events, rules) == simulate(iter(events), rules)
+    assert simulate(events, device) == simulate(iter(events), device)
     rest = [Event(key, 0, 0, Action.FREE) for key in asked]
-    streams = [Event(None, 0, stream, Action.DONE) for stream in (0, 1)]
-    end = simulate([*events, *rest, *streams, Event("last", 512), Event("last", 0, 0, Action.FREE)], rules)
+    end = simulate([*events, *rest, Event("last", 512), Event("last", 0, 0, Action.FREE)], device)
     assert (end.allocated_bytes, end.requested_bytes) == (0, 0)
     for segment in end.segments:
         assert [piece.state for piece in segment.pieces] == [BlockState.FREE]

@@ -79,6 +79,8 @@ def test_a_stored_profile_is_a_device(
             "--ranks takes numbers from 1 on, such as 8 or, with --search, 8,16; got 'two'",
         ),
         (["plan", "gpt2", "--ranks", "1,2"], "--ranks takes several numbers with --search only"),
+        (["plan", "gpt2", "--search", "--system", "fsdp2"], "--search is of zeroshard; leave out --system"),
+        (["plan", "gpt2", "--host", "-1"], "'--host': Input should be greater than or equal to 0.001"),
         (["plan", "gpt2", "--device", "z1"], "device must be one of"),
         (["plan", "gpt2", "--device", str(SAMPLE)], "is not a profile of `zeroshard doctor`"),
         (["report", "gone.json"], "gone.json"),

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from zeroshard.plan.given import inputs_of, module_of
+from zeroshard.plan.given import inputs_of, longest_of, module_of
 from zeroshard.plan.planning import make_plan
 
 transformers = pytest.importorskip("transformers")
@@ -45,6 +45,10 @@ def test_a_function_by_its_import_path(tmp_path: Path, monkeypatch: pytest.Monke
     plan = make_plan("some_models:make", world_size=2, stage=1)
     assert plan.parameters_numel == 64 * 32 + 32 + 32 * 8 + 8
     assert plan.asked.tokens_per_step == 2 * 5
+    more = make_plan("some_models:make", world_size=2, stage=1, batch_tokens=40)
+    assert (more.asked.micro_batches, more.asked.tokens_per_step) == (4, 40)
+    with pytest.raises(ValueError, match="batch_tokens=41 is not a multiple of 10"):
+        make_plan("some_models:make", world_size=2, batch_tokens=41)
     model, inputs = module_of("some_models:alone")
     assert model.weight.is_meta
     assert inputs is None
@@ -68,6 +72,23 @@ def test_configurations_that_no_shape_has_are_traced(kind: str, tmp_path: Path) 
     assert isinstance(model, nn.Module)
     assert plan.parameters_numel == sum(one.numel() for one in model.parameters())
     assert plan.verdict == "fits"
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "sequence"),
+    [
+        ("whisper", "WhisperForConditionalGeneration", 448),
+        ("bart", "BartForConditionalGeneration", 1024),
+        ("bert", "BertForMaskedLM", 512),
+        ("falcon", "FalconForCausalLM", 2048),
+    ],
+)
+def test_a_configuration_without_a_class_is_a_whole_model(kind: str, name: str, sequence: int, tmp_path: Path) -> None:
+    """An encoder and its decoder, not the decoder alone, and a sequence that its positions allow."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+    model, _ = module_of(tmp_path)
+    assert type(model).__name__ == name
+    assert longest_of(model) == sequence
 
 
 def test_inputs_are_on_the_meta_device() -> None:

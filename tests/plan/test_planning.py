@@ -17,7 +17,7 @@ from zeroshard.describe.precision import precision_of
 from zeroshard.describe.rows import row_of
 from zeroshard.optim.keeps import state_cost
 from zeroshard.plan.job import Options
-from zeroshard.plan.machine.allocator import Rules, simulate
+from zeroshard.plan.machine.allocator import simulate
 from zeroshard.plan.machine.presets import DEVICES
 from zeroshard.plan.machine.retries import NO_RETRIES, Retries
 from zeroshard.plan.margins import margin_of
@@ -255,7 +255,7 @@ def test_a_plan_as_json_has_its_numbers() -> None:
 
 def test_reserved_memory_is_that_of_the_simulated_allocator() -> None:
     plan = make_plan("gpt2", world_size=4, stage=2, device="a100-40")
-    one_step = simulate(calls_of((*plan.film.before, *plan.film.events)), Rules())
+    one_step = simulate(calls_of((*plan.film.before, *plan.film.events)))
     assert plan.peak_bytes <= one_step.peak_allocated_bytes
     assert plan.reserved_bytes >= one_step.peak_allocated_bytes
 

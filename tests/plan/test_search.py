@@ -186,6 +186,16 @@ def test_offload_is_the_best_where_nothing_fits_without() -> None:
     assert found.offloads_tried < len(tries)
 
 
+def test_nothing_is_simulated_where_the_host_has_no_room_for_what_must_leave() -> None:
+    found = zs.search("llama-3-70b", world_size=8, device="a100-40", batches=(1,), tensors=(1,), pipes=(1,))
+    assert found.best[8] is not None
+    assert found.offloads_tried > 0
+    small = dataclasses.replace(DEVICES["a100-40"], host_bytes=200 << 30)
+    none = zs.search("llama-3-70b", world_size=8, device=small, batches=(1,), tensors=(1,), pipes=(1,))
+    assert none.best[8] is None
+    assert none.offloads_tried == 0
+
+
 @pytest.mark.rotates
 def test_offload_is_taken_where_it_is_faster() -> None:
     """Over a fast bus, where without offload only the whole recomputation fits with the margin of its kind."""

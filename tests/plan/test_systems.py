@@ -1,7 +1,9 @@
 """Other systems as options of a plan: what they keep, what they take longer for, and the names of devices."""
 
 import dataclasses
+import json
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +13,7 @@ from zeroshard.plan.margins import MEMORY, margin_of
 from zeroshard.plan.planning import make_plan
 from zeroshard.plan.result import Plan
 from zeroshard.plan.systems import SYSTEMS
+from zeroshard.report.plans import read_sources
 from zeroshard.table.stages import row_of_stage
 
 GIB = 2**30
@@ -114,6 +117,32 @@ def test_systems_stand_beside_each_other(monkeypatch: pytest.MonkeyPatch, capsys
     assert not ended.value.code
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines[2:6]] == ["system", "zeroshard", "fsdp2", "deepspeed-2"]
+
+
+def test_a_program_beside_zeroshard_has_its_own_stage_and_offload(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    asked = ["--stage", "1", "--offload", "host", "--system", "fsdp2,deepspeed-2-offload", "--json"]
+    monkeypatch.setattr(sys, "argv", ["zeroshard", "plan", "gpt2", "--ranks", "4", *asked])
+    with pytest.raises(SystemExit):
+        cli.main()
+    text = capsys.readouterr().out
+    rows = [one["options"]["row"] for one in json.loads(text)]
+    assert rows[1] == "stage 3"
+    assert "host" in rows[0]
+    assert rows[2] == plan("deepspeed-2-offload").options["row"] != rows[0]
+    (tmp_path / "plans.json").write_text(text)
+    names = [one["name"] for one in read_sources([tmp_path / "plans.json"])["sources"]]
+    assert [name.partition(" on ")[0] for name in names] == ["gpt2", "gpt2 with fsdp2", "gpt2 with deepspeed-2-offload"]
+
+
+def test_a_device_without_bfloat16_is_said_to_be_guessed_in_it() -> None:
+    bf16, usual, fp32 = (
+        make_plan("gpt2", world_size=1, seq=128, device="v100-32", precision=one).notes
+        for one in ("bf16", None, "fp32")
+    )
+    assert bf16 == ("v100-32 has no units for bfloat16, so the time of a step is a guess. Use fp16.",)
+    assert usual == fp32 == ()
 
 
 # -- devices and margins ----------------------------------------------------------------------------------------------

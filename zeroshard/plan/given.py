@@ -1,27 +1,32 @@
-"""Models that a plan is given by a text: a function by its import path, a configuration of Transformers.
+"""Models and optimizers that a plan is given by a text: a function by its import path, a configuration of Transformers.
 
-Owns how such a model is built, on the meta device, and the inputs that it is traced with. It must not know plans. Needs
-torch only where there is a module.
+Owns how such a model is built, on the meta device, the inputs that it is traced with, and its optimizers. It must not
+know plans. Needs torch only where there is a module.
 """
 
 import importlib
 import inspect
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from zeroshard.plan.named import OPTIMIZERS
 from zeroshard.plan.shape.shapes import NoShapeError, shape_of
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-__all__ = ["inputs_of", "module_of"]
+__all__ = ["inputs_of", "longest_of", "module_of", "optimizers_named"]
 
 IMPORTED: Final = re.compile(r"([A-Za-z_][\w.]*):([A-Za-z_]\w*)")
-CLASSES: Final = ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModel")
-"""Of Transformers, in the order of trial, for configurations that name no class."""
+CLASSES: Final = tuple(
+    f"AutoModel{kind}" for kind in ("ForSeq2SeqLM", "ForSpeechSeq2Seq", "ForMaskedLM", "ForCausalLM", "")
+)
+"""Of Transformers, for configurations that name no class: a whole model before the decoder of it, or what trains it."""
+POSITIONS: Final = ("max_position_embeddings", "n_positions", "max_target_positions", "max_seq_len")
+"""Fields of a configuration with the tokens that a model takes."""
 
 
 def module_of(model: Any) -> tuple[Any, Any]:
@@ -81,6 +86,12 @@ def _built(config: Any) -> Any:
         return next(filter(None, named), known.from_config)(config)
 
 
+def longest_of(model: "nn.Module") -> int:
+    """Return the tokens of a sequence that a model takes by its configuration; 0 if that does not say."""
+    config: Any = getattr(model, "config", None)
+    return next((found for name in POSITIONS if isinstance(found := getattr(config, name, None), int)), 0)
+
+
 def inputs_of(model: "nn.Module", batch: int, sequence: int) -> "Mapping[str, Tensor]":
     """Return inputs of a model of Transformers, on the meta device: tokens, an image or a sound, and labels.
 
@@ -100,9 +111,34 @@ def inputs_of(model: "nn.Module", batch: int, sequence: int) -> "Mapping[str, Te
     if kind in sizes:
         labels = {"labels" if "labels" in takes else "decoder_input_ids": text} if hasattr(config, "vocab_size") else {}
         return {kind: torch.zeros(batch, *sizes[kind], device="meta"), **labels}
-    if not hasattr(config, "vocab_size"):
+    found = {name: text for name in ("input_ids", "labels") if name in takes and hasattr(config, "vocab_size")}
+    if "input_ids" not in found:
         raise TypeError(
             f"plan() of a {type(model).__name__} needs inputs=: the arguments of its forward, with tensors on any "
-            "device."
+            "device. On the command line, a package.module:function returns the model and these."
         )
-    return {name: text for name in ("input_ids", "labels") if name in takes}
+    return found
+
+
+def optimizers_named(asked: Any, model: Any = None, ignored: Sequence[object] = ()) -> tuple[str, tuple[Any, ...]]:
+    """Return the name of the optimizer of a plan, and the optimizers of a module that determine their states.
+
+    Args:
+        model: a module; None for a shape.
+        ignored: as in `zs.shard`.
+
+    Raises:
+        TypeError: the optimizer is neither a name nor a list of optimizers, or the model is a shape and the optimizer
+            is not a name.
+        ValueError: the name is unknown, or the optimizers do not match the module.
+    """
+    if isinstance(asked, str) and asked not in OPTIMIZERS:
+        raise ValueError(f"optimizer must be one of {', '.join(OPTIMIZERS)}; got {asked!r}.")
+    if model is None and not isinstance(asked, str):
+        raise TypeError(f"optimizer= of a shape takes a name, one of {', '.join(OPTIMIZERS)}; got {asked!r}.")
+    if model is None:
+        return asked, ()
+    from zeroshard.plan.updates import name_of, optimizers_for  # torch is needed for modules only
+
+    found = optimizers_for(asked, model, ignored)
+    return asked if isinstance(asked, str) else name_of(found), found

@@ -226,6 +226,7 @@ class Options:
             "sequence": self.sequence,
             "micro-batches": self.micro_batches,
             "optimizer": self.optimizer,
+            "loss": self.system.kernels.loss,
         }
 
 
@@ -484,11 +485,6 @@ def _account(optimizer: str, device: Device, model: Transformer, *sharding: Any)
     return updates, account_of(updates, device)
 
 
-@lru_cache(64)
-def _written(model: Transformer, batch: int, sequence: int, tensor: int) -> Mapping[str, Parts]:
-    return nanotron_parts(model, batch, sequence, tensor)
-
-
 @lru_cache(1024)
 def parts_of(
     model: Transformer, load: Workload, kind: str, treatment: Treatment, summed: tuple[Timed, float] | None
@@ -502,7 +498,7 @@ def parts_of(
     if summed is None and load.kernels.program == "nanotron":
         if treatment != Treatment():
             raise ValueError("activations= of nanotron: its kernels are planned without recomputation; leave it out.")
-        return _written(model, load.batch, load.sequence, load.tensor)[kind]
+        return nanotron_parts(model, load.batch, load.sequence, load.tensor)[kind]
     if summed is None:
         return instructions(
             cached_tapes(model, load)[kind],

@@ -17,12 +17,13 @@ Note: the order of trials
 import dataclasses
 from collections.abc import Callable, Sequence
 from functools import cache
-from itertools import product
+from itertools import product, starmap
 from operator import itemgetter
 from typing import Final, NamedTuple
 
 from zeroshard.describe.offload import HOST, PARTS, Offload, choices_for, least_of
 from zeroshard.plan.job import Options, check_options, outside_bytes_of
+from zeroshard.plan.margins import margin_of
 from zeroshard.plan.result import Plan, verdict_of
 from zeroshard.plan.shape.shapes import Transformer
 from zeroshard.plan.trying import Candidate, Simulated, candidate_of
@@ -140,9 +141,13 @@ def _fastest(
     Args:
         start: the configuration without offload, which does not fit.
     """
+    options = start.options
+    least_bytes = start.excess_bytes / (1 + margin_of(options).nine_tenths) - start.gradient_bytes
+    if to == HOST and options.node_processes * least_bytes > options.device.host_bytes:
+        return None
 
     def with_offload(offload: Offload | None) -> Options:
-        return dataclasses.replace(start.options, offload=offload)
+        return dataclasses.replace(options, offload=offload)
 
     try:
         check_options(with_offload(Offload(to=to)))
@@ -150,7 +155,7 @@ def _fastest(
         return None
     quick = cache(lambda offload: start if offload is None else simulate(with_offload(offload)))
     plan = _fastest_choice(
-        start.options.row, quick, lambda offload: whole(with_offload(offload)), to=to, tokens_per_s=fastest
+        options.row, quick, lambda offload: whole(with_offload(offload)), to=to, tokens_per_s=fastest
     )
     if plan is None:
         return None
@@ -208,35 +213,39 @@ def _fastest_choice(
         # The more is moved, the longer a step takes: no later choice is faster.
         return True if made.excess_bytes <= -spare_bytes else None if made.tokens_per_s <= fastest else False
 
-    for part, gradients in product(range(steps + 1 if row.cuts_parameters else 1), (0, None)):
-        chain: Chain = [
-            Offload(states=states / PARTS, gradients=gradients, parameters=part / steps, to=to)
-            for states in range(PARTS + 1)
-        ]
-        chain[0] = chain[0] if part else None
-        if part and quick(chain[0]).tokens_per_s <= fastest:
+    def chain_of(part: int, gradients: float | None) -> Chain:
+        states = (number / PARTS for number in range(PARTS + 1))
+        made: Chain = [Offload(states=one, gradients=gradients, parameters=part / steps, to=to) for one in states]
+        return made if part else [None, *made[1:]]
+
+    parts = range(steps + 1 if row.cuts_parameters else 1)
+    if not any(quick(chain_of(part, None)[-1]).excess_bytes <= -spare_bytes for part in {parts[0], parts[-1]}):
+        return None
+    for chain in starmap(chain_of, product(parts, (0, None))):
+        if chain[0] is not None and quick(chain[0]).tokens_per_s <= fastest:
             continue  # copies of parameters take too long, whatever else is moved
         least, is_found = least_of(chain[::COARSE], has_room)
         # Where the host has no room for the least offload, it has none for more.
         if is_found and quick(least).verdict == "fits":
             tried.append((quick(least).tokens_per_s, chain[max(0, chain.index(least) - COARSE + 1) :]))
             fastest = max(fastest, quick(least).tokens_per_s)
-    found, asked, fastest, short_bytes = None, tokens_per_s, 0.0, list[float]()
+    found, fastest, is_short = None, tokens_per_s, False
     for most_tokens_per_s, chain in sorted(tried, key=itemgetter(0), reverse=True)[:MOST_FULL]:
-        if most_tokens_per_s <= tokens_per_s:
+        if most_tokens_per_s <= fastest:
             break
-        chain = chain[chain.index(least_of(chain, has_room)[0]) :]
-        # What the allocator reserves may need more.
-        for count in (2, 8, 32, len(chain)):
-            least, is_found = least_of(chain[:count], lambda one: whole(one).excess_bytes <= 0)
-            if is_found:
-                break
-        plan = whole(least)
-        if not is_found:
-            short_bytes.append(plan.excess_bytes - quick(least).excess_bytes)
-        elif plan.verdict == "fits" and plan.tokens_per_s > tokens_per_s:
-            found, tokens_per_s = plan, plan.tokens_per_s
-    if found is None and short_bytes:
+        (least, is_found), first = least_of(chain, has_room), len(chain)
+        while is_found and whole(least).excess_bytes > 0:
+            # What the allocator reserves needs more.
+            spare_bytes, is_short = whole(least).excess_bytes - quick(least).excess_bytes, True
+            first = chain.index(least) + 1
+            least, is_found = least_of(chain, has_room)
+        if is_found and first < chain.index(least) - COARSE:
+            least, _ = least_of(chain[first : chain.index(least) + 1], lambda one: whole(one).excess_bytes <= 0)
+        if is_found and (plan := whole(least)).verdict == "fits" and plan.tokens_per_s > fastest:
+            found, fastest = plan, plan.tokens_per_s
+    if found is None and is_short:
         # Slower choices were left out for those that do not fit.
-        return _fastest_choice(row, quick, whole, to=to, steps=steps, tokens_per_s=asked, spare_bytes=max(short_bytes))
+        return _fastest_choice(
+            row, quick, whole, to=to, steps=steps, tokens_per_s=tokens_per_s, spare_bytes=spare_bytes
+        )
     return found

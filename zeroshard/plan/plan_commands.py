@@ -31,7 +31,7 @@ TRIED: Final = (
 """Arguments of `zs.plan` that are options of the same name, and of which a search tries values."""
 
 
-SAME: Final = ("seq", "precision", "optimizer", "batch_tokens")
+SAME: Final = ("seq", "precision", "optimizer", "batch_tokens", "loss")
 """Arguments that a search has, too."""
 
 
@@ -79,10 +79,14 @@ def add_commands(
         optimizer: Annotated[str, typer.Option(help="adamw, adamw8bit, muon, lion, ...")] = "adamw",
         micro_batches: Annotated[int, typer.Option(help="Micro-batches of a step.")] = 1,
         batch_tokens: Annotated[int | None, typer.Option(help="Tokens of a step; replaces --micro-batches.")] = None,
+        loss: Annotated[str | None, typer.Option(help="Cross-entropy of a shape: logits, fused or chunked.")] = None,
         no_sync: Annotated[bool, typer.Option("--no-sync", help="Reduce in the last micro-batch only.")] = False,
-        host: Annotated[float | None, typer.Option(help="Host memory of a node in GiB; replaces the preset's.")] = None,
+        host: Annotated[float | None, typer.Option(min=0.001, help="Host memory of a node in GiB.")] = None,
         system: Annotated[
-            str, typer.Option(help="Programs to compare with zeroshard: fsdp2, deepspeed-3, ..., joined by commas.")
+            str,
+            typer.Option(
+                help="Programs to compare with zeroshard, each with its own stage and offload: fsdp2,deepspeed-3,..."
+            ),
         ] = "",
         as_search: Annotated[bool, typer.Option("--search", help="Try many configurations.")] = False,
         as_json: Annotated[bool, typer.Option("--json", help="Print everything, as JSON.")] = False,
@@ -90,13 +94,15 @@ def add_commands(
     ) -> None:
         """Predict memory and time of a run, without a device."""
         if as_list or not model:
-            show("\n".join([*_shapes(), "", *_devices()]))
+            show("\n".join(_known()))
             return
         try:
             where = device_for(device)
             where = where if host is None else dataclasses.replace(where, host_bytes=int(host * GIB))
             counts, same = _numbers(ranks), {name: context.params[name] for name in SAME}
             if as_search:
+                if system:
+                    raise ValueError("--search is of zeroshard; leave out --system, or compare single plans.")
                 sources = {name: context.get_parameter_source(name) for name in TRIED}
                 given = [name for name, one in sources.items() if one is not None and one.name != "DEFAULT"]
                 if given:
@@ -109,23 +115,23 @@ def add_commands(
                     )
                 finally:
                     gc.enable()
-                show(json.dumps(found.to_json()) if as_json else str(found))
-                return
-            if len(counts) > 1:
+                text = json.dumps(found.to_json()) if as_json else str(found)
+            elif len(counts) > 1:
                 raise ValueError(f"--ranks takes several numbers with --search only; got {ranks!r}.")
-            asked = same | {name: context.params[name] for name in TRIED}
-            if (stage or "").isdecimal():
-                asked["stage"] = int(stage or "")
-            asked |= {"world_size": counts[0], "device": where, "offload": offload}
-            made = make_plan(model, **asked)
-            others = [make_plan(model, **asked, system=name.strip()) for name in system.split(",") if name.strip()]
+            else:
+                same |= {"world_size": counts[0], "device": where} | {name: context.params[name] for name in TRIED}
+                same["stage"] = int(stage) if stage is not None and stage.isdecimal() else stage
+                made = [make_plan(model, **same, offload=offload)]
+                same |= {"stage": None, "residency": None}  # a program has its own, and its own offload
+                programs = [name.strip() for name in system.split(",") if name.strip()]
+                made += [make_plan(model, **same, system=name) for name in programs]
+                text = str(made[0]) if not programs else table_of(made)
+                if as_json:
+                    text = json.dumps([one.to_json() for one in made] if programs else made[0].to_json())
         except (ValueError, TypeError, OSError, ImportError) as error:
             fail(str(error))
-            return
-        if as_json:
-            show(json.dumps([one.to_json() for one in (made, *others)] if others else made.to_json()))
         else:
-            show(table_of([made, *others]) if others else str(made))
+            show(text)
 
     app.command()(plan)
 
@@ -158,10 +164,7 @@ def _numbers(ranks: str) -> list[int]:
     raise ValueError(f"--ranks takes numbers from 1 on, such as 8 or, with --search, 8,16; got {ranks!r}.")
 
 
-def _shapes() -> list[str]:
+def _known() -> list[str]:
     sizes = (f"  {name:18} {shape.numel() / 1e9:10.3f} billion parameters" for name, shape in SHAPES.items())
-    return ["shapes:", *sizes]
-
-
-def _devices() -> list[str]:
-    return ["devices:", *(f"  {name:18} {device.memory_bytes / GIB:10.1f} GiB" for name, device in DEVICES.items())]
+    memories = (f"  {name:18} {device.memory_bytes / GIB:10.1f} GiB" for name, device in DEVICES.items())
+    return ["shapes:", *sizes, "", "devices:", *memories]

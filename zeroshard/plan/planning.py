@@ -18,14 +18,14 @@ from zeroshard.describe.parameters import ParametersLike
 from zeroshard.describe.rows import StageLike
 from zeroshard.describe.treatments import ActivationsLike
 from zeroshard.plan import sums
-from zeroshard.plan.given import inputs_of, module_of
+from zeroshard.plan.given import inputs_of, longest_of, module_of, optimizers_named
 from zeroshard.plan.job import Options, check_options, job_of_shape, outside_bytes_of
-from zeroshard.plan.machine.allocator import Action, Rules, simulate
+from zeroshard.plan.machine.allocator import Action, simulate
 from zeroshard.plan.machine.allocator import Event as Call
 from zeroshard.plan.machine.hardware import Device
 from zeroshard.plan.machine.profiles import device_for
 from zeroshard.plan.machine.retries import NO_RETRIES, Retries, play_steps
-from zeroshard.plan.named import OPTIMIZERS, PRECISIONS, own_units
+from zeroshard.plan.named import PRECISIONS, own_units
 from zeroshard.plan.offloading import automatic_offload
 from zeroshard.plan.pipes import block_seconds, jobs_of_places, joined, timed
 from zeroshard.plan.result import Plan, RankClass
@@ -35,7 +35,7 @@ from zeroshard.plan.step.rank_job import Job
 from zeroshard.plan.step.simulate import make_film, make_films, resident_bytes
 from zeroshard.plan.step.system import System
 from zeroshard.plan.step.turns import shown_ranks
-from zeroshard.plan.systems import precision_of_system, system_named
+from zeroshard.plan.systems import precision_of_system, system_named, with_loss
 from zeroshard.plan.trying import changes_of
 from zeroshard.table.cells import Residency
 from zeroshard.table.pipeline import training_of
@@ -43,7 +43,7 @@ from zeroshard.table.settings import WIRE_BYTES
 from zeroshard.table.spec import Formats
 from zeroshard.table.whole import owned_bytes
 
-__all__ = ["make_plan", "optimizers_named", "plan_alone", "plan_shape"]
+__all__ = ["make_plan", "plan_alone", "plan_shape"]
 
 LISTED: Final = 12
 """Entries of a live set that a plan keeps."""
@@ -51,6 +51,8 @@ Traces = dict[Options, tuple[list[Any], Sequence[str]]]
 """Traces of the places of one module, and where each begins, by options."""
 PARTS: Final[Sequence[float | None]] = (0.0, 0.5, 1.0)
 """How much bytes count, of the cuts that are planned for a pipe that is cut by time."""
+LONGEST: Final = 4096
+"""Tokens of a sequence, at most, where none are asked for."""
 SETTLED: Final = 4
 """Steps after the first one until the layout of a full device repeats; the second one changes it most."""
 
@@ -78,7 +80,7 @@ def make_plan(
     zeros: float | None = None,
     fused: bool = False,
     inputs: Sequence[Any] | Mapping[str, Any] | None = None,
-    loss: Callable[[Any], Any] | None = None,
+    loss: Callable[[Any], Any] | str | None = None,
     units: Sequence[object] | None = None,
     reads: Callable[[Any], bool | int | float] | None = None,
     parallelize: Callable[[Any, Any], Any] | None = None,
@@ -133,6 +135,8 @@ def make_plan(
             of Transformers take, with `batch` and `seq`. Tokens are counted in these inputs, or samples if no input has
             integers.
         loss: for modules, a function from the output to the loss; by default the output itself, its `loss`, or its sum.
+            For shapes, the kernels of the cross-entropy: "logits" (in fp32, with their log-softmax), "fused" (one
+            kernel over logits), or "chunked" (logits of 1,024 tokens at a time, computed again in the backward).
         units: for modules, as in `zs.shard`.
         reads: for modules, returns the values of tensors that the module reads, as in `if x.any():`.
         parallelize: for modules, a function that splits a copy on the meta device over the mesh of `tensor` ranks, like
@@ -185,6 +189,11 @@ def make_plan(
     model, own_inputs = module_of(model)
     inputs = own_inputs if inputs is None else inputs
     shape = None if hasattr(model, "named_parameters") else shape_of(model)
+    longest = longest_of(model) if shape is None else shape.sequence
+    if isinstance(loss, str):
+        if shape is None:
+            raise TypeError(f"loss: a name is of shapes only; {type(model).__name__} is a module.")
+        system, loss = with_loss(system, loss), None
     name, optimizers = optimizers_named(optimizer, model if shape is None else None, ignored)
     chosen = _precision_of(resolved.precision, shape)
     axes = dict(resolved.axes)
@@ -199,36 +208,20 @@ def make_plan(
     if places > 1 and no_sync:
         raise ValueError("no_sync=True is of loops over micro-batches; a pipe has reduce='last' or reduce='each'.")
     options = Options(
-        world_size=world_size,
-        device=preset,
-        batch=batch,
-        sequence=seq if seq is not None else min(shape.sequence if shape is not None else 4096, 4096),
-        row=resolved.rows[0],
-        precision=chosen[0],
-        replicas=axes.get("replicate", 1),
-        islands=islands,
-        outer=outer,
-        tensor=axes.get("tensor", 1),
+        world_size=world_size, device=preset, row=resolved.rows[0], offload=resolved.offload, system=system,
+        batch=batch, sequence=seq if seq is not None else min(longest or LONGEST, LONGEST), micro_batches=micro_batches,
+        replicas=axes.get("replicate", 1), tensor=axes.get("tensor", 1), islands=islands, outer=outer,
         is_sequence_parallel=sequence_parallel or (shape is not None and tensor > 1 and system.is_sequence_parallel),
-        optimizer=name,
-        micro_batches=micro_batches,
-        shared_memory=shared_memory,
-        zeros=zeros,
-        fused=fused,
-        offload=resolved.offload,
-        optimizers=optimizers,
-        chosen=chosen[1],
-        chosen_formats=chosen[2],
-        wire_bytes=wire_bytes,
+        precision=chosen[0], chosen=chosen[1], chosen_formats=chosen[2], optimizer=name, optimizers=optimizers,
+        fused=fused, elementwise=elementwise, shared_memory=shared_memory, zeros=zeros, wire_bytes=wire_bytes,
         no_sync=reduce != "each" if places > 1 else no_sync or system.no_sync,
-        elementwise=elementwise,
-        pipe=places,
-        schedule=schedule,
-        chunks=training.chunks,
-        recompute=recompute,
-        system=system,
-    )
+        pipe=places, schedule=schedule, chunks=training.chunks, recompute=recompute,
+    )  # fmt: skip
     check_options(options)
+    if shape is None and inputs is not None:
+        from zeroshard.plan.traced import tokens_of  # torch is needed for modules only
+
+        options = dataclasses.replace(options, batch=tokens_of(inputs), sequence=1)
     if batch_tokens is not None:
         options = dataclasses.replace(options, micro_batches=sums.micro_batches_of(batch_tokens, options))
     if isinstance(cut, str) and (cut != "time" or places == 1):
@@ -300,30 +293,6 @@ def _precision_of(asked: Any, shape: Transformer | None) -> tuple[str, Any, Form
     return name, found, found.formats_of(torch.float32, is_kept=False)
 
 
-def optimizers_named(asked: Any, model: Any = None, ignored: Sequence[object] = ()) -> tuple[str, tuple[Any, ...]]:
-    """Return the name of the optimizer of a plan, and the optimizers of a module that determine their states.
-
-    Args:
-        model: a module; None for a shape.
-        ignored: as in `zs.shard`.
-
-    Raises:
-        TypeError: the optimizer is neither a name nor a list of optimizers, or the model is a shape and the optimizer
-            is not a name.
-        ValueError: the name is unknown, or the optimizers do not match the module.
-    """
-    if isinstance(asked, str) and asked not in OPTIMIZERS:
-        raise ValueError(f"optimizer must be one of {', '.join(OPTIMIZERS)}; got {asked!r}.")
-    if model is None and not isinstance(asked, str):
-        raise TypeError(f"optimizer= of a shape takes a name, one of {', '.join(OPTIMIZERS)}; got {asked!r}.")
-    if model is None:
-        return asked, ()
-    from zeroshard.plan.updates import name_of, optimizers_for  # torch is needed for modules only
-
-    found = optimizers_for(asked, model, ignored)
-    return asked if isinstance(asked, str) else name_of(found), found
-
-
 def plan_module(
     model: Any,
     options: Options,
@@ -371,8 +340,6 @@ def plan_module(
             known[key] = trace_places(model, options, given, loss, cut, units, ignored, **same)
         traced, starts = known[key]
         traced = [one.again(options) for one in traced] if is_known else traced
-    if inputs is not None:
-        options = dataclasses.replace(options, batch=traced[0].tokens, sequence=1)
     numel = traced[0].parameters_numel if options.pipe == 1 else sum(one.numel() for one in model.parameters())
     flops = 3 * sum(one.flops for one in traced) * options.micro_batches * options.place_ranks
     jobs = [one.job for one in traced] if options.pipe == 1 else timed([one.job for one in traced], options)
@@ -386,6 +353,7 @@ def plan_module(
             (one.kept_bytes / max(1, one.tokens), 1, 0.0),
             one.others,
             one.notes,
+            one.output_bytes,
         )
         for one, job in zip(traced, jobs, strict=True)
     ]
@@ -413,7 +381,8 @@ def plan_place(shape: Transformer, options: Options, job: Job, place: int) -> Pl
     flops = sums.flops_of(shape, options) * options.tokens_per_step
     numels, kept = (shape.numel(), shape.used_numel()), sums.activations_of_shape(shape, options)
     others = _other_ranks(shape, options, job, place)
-    return _plan(shape.name, numels, options, job, flops, kept, others, sums.notes_of(shape, options))
+    notes, out = sums.notes_of(shape, options), sums.output_bytes_of(shape, options)
+    return _plan(shape.name, numels, options, job, flops, kept, others, notes, out)
 
 
 def _plan(
@@ -425,6 +394,7 @@ def _plan(
     activations: tuple[float, int, float],
     others: Sequence[tuple[str, int, Job]] = (),
     notes: Sequence[str] = (),
+    output_bytes: int = 0,
 ) -> Plan:
     """Return the plan of a job.
 
@@ -434,11 +404,12 @@ def _plan(
         activations: as in `Plan`.
         others: classes of ranks besides the first: name, count, job.
         notes: what is not predicted.
+        output_bytes: of what the model returns beside the loss.
     """
-    first, film = make_films(job)
+    (first, film), compute_dtype = make_films(job), sums.compute_dtype_of(job)
     # The rules are those of the allocator of GPUs; that of a CPU keeps nothing.
     steps = chain.from_iterable(_steps(first, film, options))
-    reserved_bytes = film.everywhere_bytes if options.device.is_cpu else simulate(steps, Rules()).peak_reserved_bytes
+    reserved_bytes = film.everywhere_bytes if options.device.is_cpu else simulate(steps).peak_reserved_bytes
     # What is left of it on this device after its retries.
     reserved_bytes = (retries := _retries_of(first, film, reserved_bytes, options)).reserved_bytes or reserved_bytes
     alone = options.place_ranks - sum(count for _, count, _ in others)
@@ -446,30 +417,16 @@ def _plan(
         _class_from(film, "rank 0" if alone == 1 else "each rank", alone, reserved_bytes),
         *(_class_of(title, count, other, film, reserved_bytes) for title, count, other in others),
     ]
+    live = tuple((one.column, one.unit, one.what, one.nbytes) for one in film.live_at(film.peak[1])[:LISTED])
+    files_bytes = film.elsewhere_bytes.get("file", 0) * options.node_processes
     return Plan(
-        name,
-        *numels,
-        options,
-        options.words(),
-        tuple(ranks),
-        tuple((one.column, one.unit, one.what, one.nbytes) for one in film.live_at(film.peak[1])[:LISTED]),
-        film,
-        first,
-        flops,
-        sums.save_bytes_of(job),
-        sums.host_bytes_of(options, film),
-        film.elsewhere_bytes.get("file", 0) * options.node_processes,
-        outside_bytes_of(options),
-        tuple(notes),
-        tuple(unit.numel for unit in job.units),
-        sums.element_bytes_of(job),
-        activations,
-        retries=retries,
-        owned_bytes=tuple(owned_bytes(job.updates, options.shard_ranks)),
-        moved=text_of(reached(job.units)),
-        compute_dtype=sums.compute_dtype_of(job),
-        outer=job.outer,
-    )
+        name, *numels, options, options.words(), tuple(ranks), live, film, first, flops,
+        sums.save_bytes_of(job), sums.host_bytes_of(options, film), files_bytes, outside_bytes_of(options),
+        (*notes, *sums.notes_of_run(options, compute_dtype, reserved_bytes, output_bytes)),
+        tuple(unit.numel for unit in job.units), sums.element_bytes_of(job), activations, retries=retries,
+        owned_bytes=tuple(owned_bytes(job.updates, options.shard_ranks)), moved=text_of(reached(job.units)),
+        compute_dtype=compute_dtype, outer=job.outer,
+    )  # fmt: skip
 
 
 def _class_of(title: str, count: int, other: Job, film: Film, reserved_bytes: int) -> RankClass:
@@ -498,7 +455,7 @@ def _retries_of(first: Film, film: Film, reserved_bytes: int, options: Options) 
     room = options.device.memory_bytes - outside_bytes_of(options)
     if options.device.is_cpu or not max(film.peak[0], first.peak[0]) <= room < reserved_bytes:
         return NO_RETRIES
-    return play_steps(_steps(first, film, options, SETTLED), Rules(device_bytes=room), options.device)
+    return play_steps(_steps(first, film, options, SETTLED), room, options.device)
 
 
 def _other_ranks(shape: Transformer, options: Options, job: Job, place: int) -> list[tuple[str, int, Job]]:

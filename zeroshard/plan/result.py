@@ -372,6 +372,7 @@ PLAIN: Final = (
     ("schedule", "none"),
     ("sequence parallel", "no"),
     ("micro-batches", 1),
+    ("loss", "logits"),
 )
 """Default options, which are not shown."""
 

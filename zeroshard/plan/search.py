@@ -21,16 +21,19 @@ from typing import Any, Final, final
 from zeroshard.describe.asked import Asked, resolve
 from zeroshard.describe.offload import Offload
 from zeroshard.plan.bounds import bound_of
+from zeroshard.plan.given import optimizers_named
 from zeroshard.plan.job import Options, check_options, check_shape
 from zeroshard.plan.machine.hardware import Device
 from zeroshard.plan.machine.profiles import device_for
 from zeroshard.plan.named import PRECISIONS
 from zeroshard.plan.numbers import aligned, thinned
 from zeroshard.plan.offloading import choose_offload
-from zeroshard.plan.planning import optimizers_named, plan_alone, plan_shape
+from zeroshard.plan.planning import plan_alone, plan_shape
 from zeroshard.plan.result import Plan
 from zeroshard.plan.shape.shapes import Transformer, shape_of
+from zeroshard.plan.step.system import ZEROSHARD
 from zeroshard.plan.sums import micro_batches_of
+from zeroshard.plan.systems import with_loss
 from zeroshard.plan.trying import Candidate, Simulated
 from zeroshard.table.sizes import GIB
 from zeroshard.table.stages import STAGES, row_of_stage
@@ -106,6 +109,7 @@ def search(
     pipes: Sequence[int] = PIPES,
     activations: Sequence[str] = TREATMENTS,
     batch_tokens: int | None = None,
+    loss: str | None = None,
     offload: Sequence[str] = ("host",),
     progress: Callable[[int, int], None] | None = None,
     prune: bool = True,
@@ -120,6 +124,7 @@ def search(
         pipes: numbers of places of a pipe to try, with schedule "1f1b".
         batch_tokens: tokens of a step, over all ranks, so that all configurations train equally; by default one
             micro-batch per step, and four for each place of a pipe.
+        loss: as in `zs.plan`.
         offload: places for states, and for parameters at stage 3, in the order of trial: "host", and folders if the
             machines have a disk; () for no offload. The search offloads, without a pipe, if nothing fits without
             offload, or if that is faster; `Search.reasons` says which. On a CPU, device and host share one memory, so
@@ -157,6 +162,7 @@ def search(
         row=row_of_stage(0),
         precision=resolved[0].precision,
         optimizer=optimizers_named(optimizer)[0],
+        system=with_loss(ZEROSHARD, loss),
     )
     sizes = [dataclasses.replace(start, world_size=one).world_size for one in asked_sizes]
     rows = [row for one in resolved for row in one.rows]
@@ -304,11 +310,12 @@ SHOWN: Final = 12
 
 def _render(found: Search) -> str:
     """Return the frontier and the best plan of a search."""
-    named = ("ranks", "row", "copies", "tensor", "pipe", "micro-batch", "activations")
-    heads = (*named, "GiB in total", "tokens/s a rank", "")
+    named = ("ranks", "row", "copies", "tensor", "pipe", "micro-batches", "micro-batch", "activations")
+    heads = (*named[:6], "each", named[-1], "GiB at peak", "in total", "tokens/s a rank", "")
     rows = [
         (
             *(str(one.options.words()[name]) for name in named),
+            f"{one.peak_bytes / GIB:.1f}",
             f"{one.total_bytes / GIB:.1f}",
             f"{one.tokens_per_s / one.options.world_size:,.0f}",
             one.verdict,
@@ -331,7 +338,7 @@ def _render(found: Search) -> str:
 
 def _row(plan: Plan) -> str:
     words, moved = plan.options, plan.asked.offload
-    named = ("copies", "tensor", "pipe", "micro-batch")
+    named = ("copies", "tensor", "pipe", "micro-batches", "micro-batch")
     row = str(words["row"]) if moved is None else f"stage {_stage_of(plan.asked)}, {_moved(moved)} ({plan.moved})"
     return ", ".join([row, f"activations {words['activations']}", *(f"{n} {words[n]}" for n in named)])
 

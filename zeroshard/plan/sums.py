@@ -8,11 +8,13 @@ from collections import Counter
 from typing import Final
 
 from zeroshard.describe.axes import check_count
-from zeroshard.plan.job import Options, Treatment, load_of, parts_of, treatment_of
+from zeroshard.plan.job import Options, Treatment, load_of, outside_bytes_of, parts_of, treatment_of
+from zeroshard.plan.result import wide_bytes
 from zeroshard.plan.shape.shapes import Transformer
 from zeroshard.plan.step.film import Film
 from zeroshard.plan.step.rank_job import Job
 from zeroshard.table.activations import Compressed, Offloaded, Partitioned
+from zeroshard.table.sizes import size_text
 from zeroshard.table.spec import itemsize
 
 __all__ = [
@@ -23,6 +25,8 @@ __all__ = [
     "host_bytes_of",
     "micro_batches_of",
     "notes_of",
+    "notes_of_run",
+    "output_bytes_of",
     "save_bytes_of",
 ]
 
@@ -124,4 +128,29 @@ def notes_of(shape: Transformer, options: Options) -> list[str]:
         found.append("Nothing is partitioned: there are no tensor ranks that hold the same activations.")
     if options.sequence > shape.sequence:
         found.append(f"{shape.name} is configured for {shape.sequence:,} tokens; the run must extend its positions.")
+    return found
+
+
+def output_bytes_of(shape: Transformer, options: Options) -> int:
+    """Return the bytes of the logits that a model returns: none of a chunked loss, else in float32 as outputs are."""
+    numel = options.batch * options.sequence * shape.vocabulary // options.tensor
+    return numel * itemsize("float32") * (options.system.kernels.loss != "chunked")
+
+
+def notes_of_run(options: Options, dtype: str, reserved_bytes: int, output_bytes: int) -> list[str]:
+    """Return what a plan does not predict of a device, and of a loop that keeps what the model returns.
+
+    Args:
+        dtype: of most operations.
+        output_bytes: of what the model returns beside the loss.
+    """
+    found, device = [], options.device
+    if dtype == "bfloat16" and device.half_precision != "bf16":
+        found.append(f"{device.name} has no units for bfloat16, so the time of a step is a guess. Use fp16.")
+    room_bytes = device.memory_bytes - wide_bytes(reserved_bytes, outside_bytes_of(options), options)
+    if options.pipe == 1 and 0 <= room_bytes < output_bytes:
+        found.append(
+            f"A loop that keeps what the model returns (`out = model(x)`) until its next forward takes up to "
+            f"{size_text(output_bytes)} more, for which there is no room: `del out` after the loss."
+        )
     return found

@@ -10,6 +10,7 @@ optim/zero.py, parallel/pipeline_parallel/p2p.py); mosaicml/llm-foundry.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Final
 
@@ -18,9 +19,11 @@ from zeroshard.plan.shape.transformer import Kernels
 from zeroshard.plan.step.system import ZEROSHARD, System
 from zeroshard.table.sizes import MIB
 
-__all__ = ["SYSTEMS", "precision_of_system", "system_named"]
+__all__ = ["SYSTEMS", "precision_of_system", "system_named", "with_loss"]
 
 FUSED: Final = Kernels(loss="sharded", fused_gate=True)
+LOSSES: Final = ("logits", "fused", "chunked")
+"""Cross-entropies of shapes that a plan can be asked for."""
 PLAIN: Final = Kernels(attention="plain", loss="sharded")
 
 _NANOTRON: Final = System(
@@ -81,6 +84,19 @@ def system_named(system: str | System) -> System:
     if system not in SYSTEMS:
         raise ValueError(f"system must be one of {', '.join(SYSTEMS)}; got {system!r}.")
     return SYSTEMS[system]
+
+
+def with_loss(system: System, loss: object) -> System:
+    """Return a system with another cross-entropy; None for its own.
+
+    Raises:
+        ValueError: no kernels have this name.
+    """
+    if loss is None:
+        return system
+    if loss not in LOSSES:
+        raise ValueError(f"loss must be one of {', '.join(LOSSES)}; got {loss!r}.")
+    return replace(system, kernels=replace(system.kernels, loss=loss))
 
 
 def precision_of_system(system: System, device: Device) -> str:

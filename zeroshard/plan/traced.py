@@ -6,7 +6,7 @@ and `describe/specs.py` first.
 
 import dataclasses
 import functools
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -48,7 +48,7 @@ from zeroshard.table.whole import owned_bytes
 from zeroshard.torch_private import local_of
 from zeroshard.tree import find, map_floating
 
-__all__ = ["Traced", "trace_job", "trace_places"]
+__all__ = ["Traced", "tokens_of", "trace_job", "trace_places"]
 
 BOUNDED: Final = (
     "Compression of a ReLU's results, and of factors with one value besides zero, depends on values: these tensors "
@@ -72,6 +72,7 @@ class Traced:
         flops: operations of one micro-batch's forward.
         kept_bytes: bytes that a micro-batch's forward keeps for its backward.
         tokens: number of tokens of one micro-batch: elements of the first integer input, or else samples.
+        output_bytes: of what the model returns beside the loss.
         again: returns the same with another offload, which the trace does not depend on.
         others: (name, count, job) of ranks besides the first: shards differ in their padding.
     """
@@ -81,6 +82,7 @@ class Traced:
     flops: float
     kept_bytes: int
     tokens: int
+    output_bytes: int
     notes: Sequence[str]
     again: Callable[[Options], "Traced"]
     others: Sequence[tuple[str, int, Job]] = ()
@@ -115,7 +117,7 @@ def trace_job(
         TypeError: inputs without tensors, or a loss without a graph.
         RuntimeError: the model reads values of tensors.
     """
-    tokens = _tokens(inputs)
+    tokens = tokens_of(inputs)
     check_split(model, options.tensor)
     precision = options.chosen or _precision(options.formats)
     left = ignored_of(model, ignored)
@@ -129,7 +131,8 @@ def trace_job(
     if any(cell.chains):
         treated = Treated(cell, plans, twins, options.tensor, small_bytes, options.zeros)
     names = {name: number for number, plan in enumerate(plans) for name in plan.entries.values() if number != ROOT}
-    begin, finish = _ends(model, precision, loss)
+    returned = Counter[str]()
+    begin, finish = _ends(model, precision, loss, returned)
 
     def whole(run: nn.Module, given: Any) -> Tensor:
         given = begin(given)
@@ -196,6 +199,7 @@ def trace_job(
             flops,
             saved_bytes,
             tokens,
+            returned["bytes"],
             [BOUNDED] * (treated is not None and treated.has_bounds)
             + [LEFT] * bool(left)
             + [*dict.fromkeys(note for trace in traces for note in _not_counted(trace))],
@@ -259,7 +263,7 @@ def _learn(
     chunked = chunks.of_copy(twins, copied)
     for chunk in everything:
         chunked.own = [chunk]
-        step = chunks.step(chunked, chunk, [], *_ends(model, precision, loss))
+        step = chunks.step(chunked, chunk, [], *_ends(model, precision, loss, Counter()))
         given = [inputs if isinstance(inputs, Mapping) else tuple(inputs), *chunks.borders(chunk)]
         trace = trace_step(step, copied, given, personality=personality, reads=reads, takes_gradients=True)
         # What no module computes is, above all, the loss: it counts with the last module.
@@ -281,9 +285,13 @@ def _copy(
 
 
 def _ends(
-    model: nn.Module, precision: Precision, loss: Callable[[Any], Tensor] | None
+    model: nn.Module, precision: Precision, loss: Callable[[Any], Tensor] | None, returned: Counter[str]
 ) -> tuple[Callable[[Any], Any], Callable[[Any], Tensor]]:
-    """Return what casts the inputs of a model, and what returns the loss of its output."""
+    """Return what casts the inputs of a model, and what returns the loss of its output.
+
+    Args:
+        returned: gets the bytes that the model returns beside the loss.
+    """
     dtype = precision.param or next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
 
     def finish(out: Any) -> Tensor:
@@ -294,6 +302,7 @@ def _ends(
                 f"No parameter of {type(model).__name__} that requires a gradient is in the graph of its output: pass "
                 "loss=, or check requires_grad and detach()."
             )
+        returned["bytes"] = sum(one.nbytes for one in find(out, Tensor) if one is not made)
         return made
 
     return functools.partial(_cast, dtype=dtype), finish
@@ -332,7 +341,7 @@ def _other_ranks(
     return found
 
 
-def _tokens(inputs: Any) -> int:
+def tokens_of(inputs: Any) -> int:
     """Return the tokens of a micro-batch: elements of the first integer input, or else samples.
 
     Raises:

@@ -17,6 +17,7 @@ from zeroshard.plan.pipes import quick_film
 from zeroshard.plan.result import Change, Plan, Verdict, verdict_of, wide_bytes
 from zeroshard.plan.shape.shapes import Transformer
 from zeroshard.plan.step.simulate import make_film
+from zeroshard.plan.systems import with_loss
 from zeroshard.table.activations import Recomputed
 from zeroshard.table.stages import STAGES
 
@@ -25,7 +26,7 @@ __all__ = ["Candidate", "Simulated", "candidate_of", "changes_of"]
 MOVABLE: Final = ("parameters", "states", "padding")
 """Columns that offload can move, in whole or in part, besides gradients, which exist only during a step. Parameters
 move only where they are sharded."""
-MOST_CHANGES: Final = 5
+MOST_CHANGES: Final = 6
 """Maximum number of changes that are planned in full; each takes as long as the plan itself."""
 
 
@@ -39,6 +40,7 @@ class Candidate:
         verdict: whether `reserved_bytes` fit the device, or `peak_bytes` where reserved memory is unknown.
         reserved_bytes: bytes that the allocator reserves; None if the configuration was not planned in full.
         movable_bytes: maximum bytes on the device of the state that offload can move.
+        gradient_bytes: the part of these that gradients take, of which the host may hold fewer bytes.
         passes_s: seconds of the step without its update.
         backward_s: of the last backward.
         host_s: of an update of all of that state on the host.
@@ -51,6 +53,7 @@ class Candidate:
     verdict: Verdict
     reserved_bytes: int | None = None
     movable_bytes: int = 0
+    gradient_bytes: int = 0
     passes_s: float = 0.0
     backward_s: float = 0.0
     host_s: float = 0.0
@@ -133,14 +136,14 @@ def candidate_of(shape: Transformer, options: Options) -> Candidate:
         passes_s, step_s = film.step_s - film.update_s, film.step_s
     host_bytes = options.node_processes * film.host_peak_bytes
     verdict = verdict_of(film.peak[0], outside_bytes_of(options), options, host_bytes)
-    held = [sum(b.held_gradient_bytes) for unit in job.units for b in unit.reduced if b.row.gradients.is_on_device]
+    held = sum(sum(b.held_gradient_bytes) for unit in job.units for b in unit.reduced if b.row.gradients.is_on_device)
     columns = MOVABLE if options.row.cuts_parameters else MOVABLE[1:]
-    movable_bytes = sum(film.resident_bytes[column] for column in columns) + sum(held)
+    movable_bytes = sum(film.resident_bytes[column] for column in columns) + held
     backward_s = film.phases[-2].stop_s - film.phases[-2].start_s
     host_s = options.device.host_s(sum(job.sums.moved_bytes), options.node_processes)
     return Candidate(
-        options, film.peak[0], step_s, verdict, movable_bytes=movable_bytes, passes_s=passes_s, backward_s=backward_s,
-        host_s=host_s, place=job.pipe.place if job.pipe is not None else 0,
+        options, film.peak[0], step_s, verdict, movable_bytes=movable_bytes, gradient_bytes=held, passes_s=passes_s,
+        backward_s=backward_s, host_s=host_s, place=job.pipe.place if job.pipe is not None else 0,
     )  # fmt: skip
 
 
@@ -179,6 +182,8 @@ def _neighbours(options: Options) -> Iterator[tuple[str, Options]]:
         changed = dataclasses.replace(row, activations=activations_of(name))
         if changed != row and not (has_recomputation and name == "recompute-rest"):
             yield f"activations {name}", dataclasses.replace(options, row=changed)
+    if options.system.kernels.loss == "logits":
+        yield "a chunked loss", dataclasses.replace(options, system=with_loss(options.system, "chunked"))
     if options.batch > 1 and options.batch % 2 == 0:
         halved = dataclasses.replace(options, batch=options.batch // 2, micro_batches=2 * options.micro_batches)
         yield f"micro-batches of {halved.batch}", halved

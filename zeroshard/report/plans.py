@@ -61,7 +61,7 @@ def read_sources(paths: Sequence[str | Path]) -> PageData:
     """
     folders = [Path(path) for path in paths if Path(path).is_dir()]
     files = [Path(path) for path in paths if not Path(path).is_dir()]
-    found: list[PageData] = [_read_file(path) for path in files]
+    found: list[PageData] = [page for path in files for page in _read_file(path)]
     if folders:
         found.append(read_runs(folders))
     if not found:
@@ -97,12 +97,19 @@ def _counts(kinds: Sequence[str]) -> str:
     return ", ".join(f"{count} {kind if count == 1 else plural}" for count, kind, plural in parts if count)
 
 
-def _read_file(path: Path) -> PageData:
+def _read_file(path: Path) -> list[PageData]:
+    """Return the pages of a file: `plan --system --json` writes a list of plans."""
     stored = read_json(path)
-    for key, read in (("film", page_of_plan), ("frontier", page_of_search), ("records", _page_of_scorecard)):
-        if isinstance(stored, Mapping) and key in stored:
-            with reading(str(path)):
-                return read(stored)
+    kinds = (("film", page_of_plan), ("frontier", page_of_search), ("records", _page_of_scorecard))
+    found = list[PageData]()
+    for one in stored if isinstance(stored, list) and stored else [stored]:
+        read = next((read for key, read in kinds if isinstance(one, Mapping) and key in one), None)
+        if read is None:
+            break
+        with reading(str(path)):
+            found.append(read(one))
+    else:
+        return found
     raise ValueError(f"{path} is not a plan, a search or a scorecard; write one with `--json`.")
 
 
@@ -137,6 +144,7 @@ def page_of_plan(plan: Mapping[str, Any]) -> PageData:
 def _source_of(plan: Mapping[str, Any]) -> Source:
     """Return what the overview shows of a plan."""
     options, memory, time = plan["options"], plan["memory"], plan["time"]
+    program = f" with {options['system']}" if options.get("system", "zeroshard") != "zeroshard" else ""
     results = [
         ("speed of all ranks", time["tokens_per_s"], "tokens/s"),
         ("step", time["step_s"], "s"),
@@ -145,7 +153,7 @@ def _source_of(plan: Mapping[str, Any]) -> Source:
     ]
     return Source(
         kind="plan",
-        name=f"{plan['model']['name']} on {options['ranks']} ranks of {options['device']}, {options['row']}",
+        name=f"{plan['model']['name']}{program} on {options['ranks']} ranks of {options['device']}, {options['row']}",
         verdict=plan["verdict"],
         model=Model(name=plan["model"]["name"], parameters_numel=plan["model"]["parameters"]),
         hardware=_hardware(plan),

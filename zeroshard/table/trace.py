@@ -103,6 +103,9 @@ class Trace:
     def predicted(self) -> list[Event]:
         """Return the events of the next step, in order, assuming the same passes as in the last step.
 
+        The second step has other passes than the first one where a forward does not end with the last unit by the order
+        of parameters: the first forward keeps this unit for its backward, and later ones release it.
+
         Raises:
             RuntimeError: no step has run yet.
         """

@@ -1,7 +1,7 @@
 """A simulation of torch's CUDA caching allocator: reserved memory, retries and out-of-memory errors.
 
-Owns the allocator's rules, in integers: sizes, pools, the choice of a block, splitting and merging, streams, and the
-behaviour of a full device. It must not know the purpose of tensors, and measures nothing. Read `simulate`, then
+Owns the allocator's rules, in integers: sizes, pools, the choice of a block, splitting and merging, and the behaviour
+of a full device. It must not know the purpose of tensors, and measures nothing. Read `simulate`, then
 `Allocator.allocate`.
 
 Note: how torch's allocator works
@@ -12,12 +12,11 @@ Note: how torch's allocator works
     it if the remainder is large enough: 512 bytes in a small pool, more than 1 MiB in a large pool. A freed block
     merges with free neighbours of its segment. If no block fits and the driver has no memory, the allocator returns all
     free segments to the driver and requests again (a retry); if that fails, the program is out of memory.
-    A block that another stream used (`record_stream`) becomes free only when that stream has finished the work queued
-    before the free.
 
 The simulation makes two assumptions that traces do not contain: the driver provides segments at ascending addresses,
 and never reuses an address. The caller subtracts memory outside the allocator (context, NCCL) from `device_bytes`.
-Private pools (CUDA graphs, `MemPool`) and settings such as `expandable_segments` are not modelled.
+Uses of a block on other streams (`record_stream`), which nothing in a plan has, private pools (CUDA graphs, `MemPool`)
+and settings such as `expandable_segments` are not modelled.
 
 Source: pytorch, c10/cuda/CUDACachingAllocator.cpp (`DeviceCachingAllocator`: `malloc`, `get_free_block`, `alloc_block`,
 `should_split`, `try_merge_blocks`, `release_cached_blocks`) and c10/core/AllocatorConfig.h (constants,
@@ -25,7 +24,6 @@ as installed with torch 2.13).
 """
 
 from bisect import bisect_left
-from collections import deque
 from collections.abc import Hashable, Iterable
 from typing import final
 
@@ -40,25 +38,24 @@ from zeroshard.plan.machine.rules import (
     SMALL_SEGMENT_BYTES,
     Action,
     Event,
-    Rules,
     round_bytes,
 )
 
-__all__ = ["Action", "Allocator", "BlockState", "Event", "Outcome", "Retry", "Rules", "simulate"]
+__all__ = ["Action", "Allocator", "BlockState", "Event", "Outcome", "Retry", "simulate"]
 
 
-def simulate(events: Iterable[Event], rules: Rules | None = None) -> Outcome:
+def simulate(events: Iterable[Event], device_bytes: int | None = None) -> Outcome:
     """Run a sequence of events from an empty allocator to its end, or to the first request that fails.
 
     Raises:
-        ValueError: an event allocates a key that is already allocated, or frees or records an unallocated key.
+        ValueError: an event allocates a key that is already allocated, or frees an unallocated key.
 
     >>> from zeroshard.plan.machine.allocator import Action, Event, simulate
     >>> outcome = simulate([Event("a", 3 * 2**20), Event("b", 5 * 2**20), Event("a", 0, action=Action.FREE)])
     >>> outcome.allocated_bytes // 2**20, outcome.reserved_bytes // 2**20
     (5, 20)
     """
-    allocator = Allocator(rules)
+    allocator = Allocator(device_bytes)
     failure = None
     for place, event in enumerate(events):
         if not allocator.play(event):
@@ -84,17 +81,14 @@ class Allocator:
     """The allocator of one device.
 
     Args:
-        rules: the settings.
+        device_bytes: memory that the driver can provide; None for unlimited.
     """
 
-    def __init__(self, rules: Rules | None = None) -> None:
-        self._rules = rules or Rules()
+    def __init__(self, device_bytes: int | None = None) -> None:
+        self._device_bytes = device_bytes
         self._pools: dict[tuple[int, bool], Pool] = {}
         self._heads: dict[int, Block] = {}
         self._live: dict[Hashable, Block | None] = {}
-        # Per stream: blocks whose reuse waits for the stream, and the number of them that it has finished.
-        self._queues: dict[int, deque[Block]] = {}
-        self._caught_up: dict[int, int] = {}
         self._next_address = SMALL_SEGMENT_BYTES
         self.requested_bytes = self.allocated_bytes = self.reserved_bytes = 0
         self.peak_requested_bytes = self.peak_allocated_bytes = self.peak_reserved_bytes = 0
@@ -124,12 +118,8 @@ class Allocator:
             return self.allocate(key, num_bytes, stream)
         if action is Action.FREE:
             self.free(key)
-        elif action is Action.RECORD:
-            self.record(key, stream)
-        elif action is Action.EMPTY:
-            self.empty()
         else:
-            self.done(stream)
+            self.empty()
         return True
 
     def allocate(self, key: Hashable, num_bytes: int, stream: int = 0) -> bool:
@@ -145,8 +135,6 @@ class Allocator:
                 raise ValueError(f"allocation {key!r}: bytes must not be negative, got {num_bytes}")
             self._live[key] = None  # torch requests nothing
             return True
-        if self._caught_up:
-            self._take_back()
         size = round_bytes(num_bytes)
         is_small = size <= SMALL_BYTES
         pool = self._pools.get((stream, is_small))
@@ -169,7 +157,7 @@ class Allocator:
         return True
 
     def free(self, key: Hashable) -> None:
-        """Free an allocation; its block waits for the recorded streams.
+        """Free an allocation.
 
         Raises:
             ValueError: `key` is not allocated.
@@ -181,33 +169,8 @@ class Allocator:
             return
         self.requested_bytes -= block.requested
         self.allocated_bytes -= block.size
-        if block.uses:
-            block.state, block.pending = BlockState.WAITING, len(block.uses)
-            for stream in block.uses:
-                self._queues.setdefault(stream, deque()).append(block)
-            block.uses = []
-        else:
-            self._release(block)
-
-    def record(self, key: Hashable, stream: int) -> None:
-        """Record that `stream` uses an allocation; uses on the allocation's own stream need no record.
-
-        Raises:
-            ValueError: `key` is not allocated.
-        """
-        if key not in self._live:
-            raise ValueError(f"use of {key!r} on stream {stream}: this key is not allocated")
-        block = self._live[key]
-        if block is not None and stream != block.pool.stream and stream not in block.uses:
-            block.uses.append(stream)
-
-    def done(self, stream: int) -> None:
-        """Record that a stream has finished all queued work: blocks that wait only for this stream become free.
-
-        As in torch, the next allocation frees them.
-        """
-        if self._queues.get(stream):
-            self._caught_up[stream] = len(self._queues[stream])
+        block.state, block.key, block.requested = BlockState.FREE, None, 0
+        block.pool.join(block)
 
     def empty(self) -> None:
         """Return all free segments to the driver, as `torch.cuda.empty_cache` does, and reset the peaks."""
@@ -239,21 +202,6 @@ class Allocator:
             return None
         return free.pop(place)[2]
 
-    def _release(self, block: Block) -> None:
-        block.state, block.key, block.requested = BlockState.FREE, None, 0
-        block.pool.join(block)
-
-    def _take_back(self) -> None:
-        """Free the blocks whose streams have all finished."""
-        for stream, number in self._caught_up.items():
-            queue = self._queues[stream]
-            for _ in range(number):
-                block = queue.popleft()
-                block.pending -= 1
-                if block.pending == 0:
-                    self._release(block)
-        self._caught_up.clear()
-
     # -- memory of the driver -----------------------------------------------------------------------------------------
 
     def _make(self, pool: Pool, size: int, key: Hashable) -> Block | None:
@@ -275,8 +223,7 @@ class Allocator:
         return self._new_segment(pool, wanted)
 
     def _reserve(self, num_bytes: int) -> bool:
-        limit = self._rules.device_bytes
-        if limit is not None and self.reserved_bytes + num_bytes > limit:
+        if self._device_bytes is not None and self.reserved_bytes + num_bytes > self._device_bytes:
             return False
         self.reserved_bytes += num_bytes
         self._given = self._given[0] + 1, self._given[1] + num_bytes
@@ -300,11 +247,7 @@ class Allocator:
         self._got = self._got[0] + 1, self._got[1] + num_bytes
 
     def _release_all(self) -> None:
-        """Wait for all streams, then return each free segment."""
-        for stream, queue in self._queues.items():
-            if queue:
-                self._caught_up[stream] = len(queue)
-        self._take_back()
+        """Return each free segment."""
         for pool in self._pools.values():
             for _, _, block in list(pool.free):
                 if block.is_whole:

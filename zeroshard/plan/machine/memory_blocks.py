@@ -16,8 +16,6 @@ class BlockState(Enum):
     """The use of a block's memory."""
 
     ALLOCATED = "allocated"
-    WAITING = "waiting"
-    """Freed by the program, but possibly still in use by another stream."""
     FREE = "free"
 
 
@@ -25,7 +23,7 @@ class BlockState(Enum):
 class Block:
     """A range of addresses of one segment. When blocks merge, the leftmost block remains."""
 
-    __slots__ = ("address", "key", "next", "pending", "pool", "prev", "requested", "size", "state", "uses")
+    __slots__ = ("address", "key", "next", "pool", "prev", "requested", "size", "state")
 
     def __init__(self, address: int, size: int, pool: "Pool", state: BlockState) -> None:
         self.address, self.size, self.pool, self.state = address, size, pool, state
@@ -33,8 +31,6 @@ class Block:
         self.next: Block | None = None
         self.key: Hashable = None
         self.requested = 0
-        self.uses: list[int] = []  # other streams, by first use
-        self.pending = 0  # streams with unfinished work from before the free
 
     @property
     def is_whole(self) -> bool:

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final, final
 
-from zeroshard.plan.machine.allocator import Allocator, Event, Rules
+from zeroshard.plan.machine.allocator import Allocator, Event
 from zeroshard.plan.machine.hardware import Device
 
 __all__ = ["NO_RETRIES", "Retries", "play_steps"]
@@ -53,20 +53,20 @@ NO_RETRIES: Final = Retries()
 """The retries of a device with enough memory for all reserved memory."""
 
 
-def play_steps(steps: Iterable[Iterable[Event]], rules: Rules, device: Device) -> Retries:
+def play_steps(steps: Iterable[Iterable[Event]], device_bytes: int, device: Device) -> Retries:
     """Simulate the allocator's calls in some steps; the last step counts as steady.
 
     Raises:
-        ValueError: an event allocates a key that is already allocated, or frees or records an unallocated key.
+        ValueError: an event allocates a key that is already allocated, or frees an unallocated key.
 
-    >>> from zeroshard.plan.machine.allocator import Action, Event, Rules
+    >>> from zeroshard.plan.machine.allocator import Action, Event
     >>> from zeroshard.plan.machine.presets import DEVICES
     >>> from zeroshard.plan.machine.retries import play_steps
     >>> step = [Event("a", 24 << 20), Event("a", 0, action=Action.FREE), Event("b", 30 << 20)]
-    >>> str(play_steps([step], Rules(device_bytes=40 << 20), DEVICES["h100-80"]))
+    >>> str(play_steps([step], 40 << 20, DEVICES["h100-80"]))
     'retries: 0 in the first steps, 1 in a steady step'
     """
-    allocator = Allocator(rules)
+    allocator = Allocator(device_bytes)
     counts = list[int]()
     done = 0
     for step in steps:

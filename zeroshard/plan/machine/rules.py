@@ -8,9 +8,8 @@ Source: pytorch, c10/core/AllocatorConfig.h (as installed with torch 2.13); c10/
 """
 
 from collections.abc import Hashable
-from dataclasses import dataclass
 from enum import Enum
-from typing import Final, NamedTuple, final
+from typing import Final, NamedTuple
 
 from zeroshard.table.sizes import MIB
 
@@ -21,7 +20,6 @@ __all__ = [
     "LARGE_SEGMENT_BYTES",
     "LONE_BYTES",
     "LONE_STEP_BYTES",
-    "Rules",
     "SMALL_BYTES",
     "SMALL_SEGMENT_BYTES",
     "round_bytes",
@@ -40,15 +38,10 @@ LONE_STEP_BYTES: Final = 2 * MIB
 
 
 class Action(Enum):
-    """The kind of an event: allocate, free, record a use on another stream, record that a stream is idle, or empty.
-
-    EMPTY is `torch.cuda.empty_cache()`.
-    """
+    """The kind of an event: allocate, free, or empty, which is `torch.cuda.empty_cache()`."""
 
     ALLOC = "alloc"
     FREE = "free"
-    RECORD = "record"
-    DONE = "done"
     EMPTY = "empty"
 
 
@@ -56,9 +49,9 @@ class Event(NamedTuple):
     """One call of the allocator.
 
     Args:
-        key: identifies the allocation, from its ALLOC to its FREE; unused for DONE.
+        key: identifies the allocation, from its ALLOC to its FREE; unused for EMPTY.
         num_bytes: requested bytes; 0 for events other than ALLOC.
-        stream: the stream of an ALLOC, the using stream of a RECORD, or the idle stream of a DONE.
+        stream: the stream of an ALLOC.
         action: the kind of the event.
     """
 
@@ -66,18 +59,6 @@ class Event(NamedTuple):
     num_bytes: int
     stream: int = 0
     action: Action = Action.ALLOC
-
-
-@final
-@dataclass(frozen=True)
-class Rules:
-    """The settings of `PYTORCH_ALLOC_CONF` that affect reserved memory, and the device's size.
-
-    Args:
-        device_bytes: memory that the driver can provide; None for unlimited.
-    """
-
-    device_bytes: int | None = None
 
 
 def round_bytes(num_bytes: int) -> int:

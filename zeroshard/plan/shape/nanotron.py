@@ -9,6 +9,7 @@ layers/rotary.py.
 """
 
 from collections.abc import Mapping
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Final, final
 
@@ -94,6 +95,7 @@ class _Script:
         return lines
 
 
+@lru_cache(64)
 def nanotron_parts(model: Transformer, batch: int, sequence: int, tensor: int) -> Mapping[str, Parts]:
     """Return the instructions of each kind of unit, as `transformer.tapes` has their operations.
 

@@ -15,6 +15,8 @@ from zeroshard.plan.shape.tape import Exchange, Tape
 __all__ = ["Kernels", "Workload", "tapes"]
 
 FP32: Final = 4
+CHUNK_TOKENS: Final = 1024
+"""Of a chunked loss."""
 
 
 @final
@@ -27,21 +29,20 @@ class Kernels:
             "stepwise" keeps the same, copies queries, keys and values by head, and scales and masks scores in separate
             kernels, as programs of 2019 did.
         fused_gate: whether one kernel computes SiLU and product of a gate.
-        fused_norm: whether a norm is one kernel.
         fused_bias: whether a product adds its bias.
         mask_bytes: bytes of an element of a dropout mask.
         loss: "logits" keeps logits, their fp32 copy and the fp32 log-softmax; "fused" keeps only logits; "sharded"
-            (over the tensor ranks) keeps an fp32 softmax.
+            (over the tensor ranks) keeps an fp32 softmax; "chunked" keeps the hidden states, and has logits of
+            `CHUNK_TOKENS` tokens at a time, which the backward computes again.
         grad_bytes: bytes of an element of a weight's gradient from autograd; 0 for the bytes of the weight.
         program: whose units are written operation by operation (`nanotron.py`); "" for those of this module.
     """
 
     attention: Literal["flash", "plain", "stepwise"] = "flash"
     fused_gate: bool = False
-    fused_norm: bool = True
     fused_bias: bool = True
     mask_bytes: int = 1
-    loss: Literal["logits", "fused", "sharded"] = "logits"
+    loss: Literal["logits", "fused", "sharded", "chunked"] = "logits"
     grad_bytes: int = 0
     program: Literal["", "nanotron"] = ""
 
@@ -139,6 +140,18 @@ class _Writer:
         nbytes = self.tape.sizes[made]
         # The backward reads the gradient, for the sum over rows, and forwards it.
         return self.tape.add("bias", [made], [nbytes], passes=True, moved=(2 * nbytes, nbytes)) if has_bias else made
+
+    def chunked_loss(self, x: int, width: int) -> None:
+        """Record a cross-entropy of a part of the tokens at a time, with its product."""
+        rows, flops, numel = min(self.n, CHUNK_TOKENS), 2 * self.n * self.model.hidden * width, self.n * width
+        # Logits, their fp32 copy and log-softmax; in the backward the last of these and two gradients.
+        scratch_bytes = rows * width * (self.e + 2 * FP32), rows * width * 3 * FP32
+        made = self.tape.add(
+            "head", [x], [self.n * FP32], [x], flops=flops, backward_flops=3 * flops, kind="matmul",
+            shape=(rows, width), workspace=scratch_bytes, is_kept=True,
+            weight_bytes=width * self.model.hidden * (self.load.kernels.grad_bytes or self.e),
+        )  # fmt: skip
+        self.tape.add("loss", [made], [FP32], moved=(numel * (self.e + 3 * FP32), numel * (2 * self.e + 8 * FP32)))
 
     def norm(self, name: str, x: int, width: int, tokens: int, *, heads: int = 1, is_split: bool = False) -> int:
         """Record a norm: a layer norm keeps two numbers per row, an RMS norm one.
@@ -359,6 +372,9 @@ def _head(model: Transformer, load: Workload) -> Tape:
     write = _Writer(model, load, tokens * model.hidden * load.itemsize)
     y = write.norm("norm", write.tape.input, model.hidden, tokens, is_split=True)
     width = -(-model.vocabulary // load.tensor)
+    if load.kernels.loss == "chunked":
+        write.chunked_loss(y, width)
+        return write.tape
     logits = write.product("head", y, model.hidden, width)
     numel = load.tokens * width
     loss = load.kernels.loss
