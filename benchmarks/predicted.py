@@ -560,8 +560,8 @@ def main() -> None:
     summary = {
         "configurations": len(errors),
         "resident_exact": sum(one.get("is_resident_exact", False) for one in rows),
-        "median_error": statistics.median(errors),
-        "worst_error": max(errors),
+        "median_error": statistics.median(errors) if errors else None,
+        "worst_error": max(errors, default=None),
         "refused": len(rows) - len(errors),
     }
     print(summary)
