@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import product, starmap
 from operator import itemgetter
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from zeroshard.describe.offload import HOST, PARTS, Offload, choices_for, least_of
 from zeroshard.plan.job import Options, check_options, outside_bytes_of
@@ -229,23 +229,23 @@ def _fastest_choice(
         if is_found and quick(least).verdict == "fits":
             tried.append((quick(least).tokens_per_s, chain[max(0, chain.index(least) - COARSE + 1) :]))
             fastest = max(fastest, quick(least).tokens_per_s)
-    found, fastest, is_short = None, tokens_per_s, False
+    found, fastest, asked_bytes, short_bytes = None, tokens_per_s, spare_bytes, 0.0
     for most_tokens_per_s, chain in sorted(tried, key=itemgetter(0), reverse=True)[:MOST_FULL]:
         if most_tokens_per_s <= fastest:
             break
-        (least, is_found), first = least_of(chain, has_room), len(chain)
+        spare_bytes, first = 0.0, len(chain)
+        least, is_found = least_of(chain, has_room)
         while is_found and whole(least).excess_bytes > 0:
             # What the allocator reserves needs more.
-            spare_bytes, is_short = whole(least).excess_bytes - quick(least).excess_bytes, True
-            first = chain.index(least) + 1
+            spare_bytes, first = whole(least).excess_bytes - quick(least).excess_bytes, chain.index(least) + 1
+            short_bytes = max(short_bytes, spare_bytes)
             least, is_found = least_of(chain, has_room)
-        if is_found and first < chain.index(least) - COARSE:
+        if is_found and first < chain.index(least):
             least, _ = least_of(chain[first : chain.index(least) + 1], lambda one: whole(one).excess_bytes <= 0)
         if is_found and (plan := whole(least)).verdict == "fits" and plan.tokens_per_s > fastest:
             found, fastest = plan, plan.tokens_per_s
-    if found is None and is_short:
+    if found is None and short_bytes > asked_bytes:
         # Slower choices were left out for those that do not fit.
-        return _fastest_choice(
-            row, quick, whole, to=to, steps=steps, tokens_per_s=tokens_per_s, spare_bytes=spare_bytes
-        )
+        same: dict[str, Any] = {"to": to, "steps": steps, "tokens_per_s": tokens_per_s}
+        return _fastest_choice(row, quick, whole, **same, spare_bytes=short_bytes)
     return found
