@@ -91,6 +91,27 @@ def test_a_configuration_without_a_class_is_a_whole_model(kind: str, name: str, 
     assert longest_of(model) == sequence
 
 
+def test_images_are_counted_and_not_tokens(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "vit", **CONFIGURATIONS["vit"]}))
+    plan = make_plan(tmp_path, world_size=2, batch=8, batch_tokens=32)
+    assert (plan.asked.batch, plan.asked.sequence, plan.asked.micro_batches) == (8, 1, 2)
+    assert plan.asked.tokens_per_step == 32
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"model_type": "xlnet", "d_model": 32, "n_layer": 1, "n_head": 2, "d_inner": 32, "vocab_size": 100},
+        {"model_type": "t5", **CONFIGURATIONS["t5"], "decoder_start_token_id": None},
+        {"model_type": "bert", **SMALL, "vocab_size": 100, "architectures": ["BertForSequenceClassification"]},
+    ],
+    ids=lambda config: config["model_type"],
+)
+def test_configurations_without_a_length_a_first_token_or_labels_of_tokens(config: dict, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert make_plan(tmp_path, world_size=1, seq=None if config["model_type"] == "xlnet" else 8).verdict == "fits"
+
+
 def test_inputs_are_on_the_meta_device() -> None:
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(transformers.GPT2Config(n_layer=1, n_embd=8, n_head=1))

@@ -70,6 +70,8 @@ def test_kernels_of_a_loss_are_an_option_of_shapes() -> None:
         zs.plan(nn.Linear(4, 4), world_size=1, inputs=[torch.zeros(2, 4)], loss="chunked")
     with pytest.raises(TypeError, match="loss: of modules only; gpt2 is a shape"):
         zs.plan("gpt2", world_size=1, loss=lambda out: out)
+    with pytest.raises(ValueError, match="loss= with nanotron: its kernels have their own"):
+        zs.plan("llama-3-8b", world_size=8, system="nanotron", loss="fused")
     searched = zs.search("gpt2", world_size=1, device="t4", batches=(8,), tensors=(1,), pipes=(1,), loss="chunked")
     assert all(one.options.words()["loss"] == "chunked" for one in searched.candidates)
 
@@ -93,8 +95,10 @@ def test_a_loop_that_keeps_logits_is_named_where_they_have_no_room() -> None:
     assert "takes up to 11.74 GiB more" in note
     assert round(3 * 8192 * 128256 * 4 / 2**30, 2) == 11.74
     assert notes(device="h100", batch=1) == notes(device="h100", batch=3, loss="chunked") == []
-    # A plan that does not fit says so already.
+    # A plan that does not fit says so already; one that is tight has still less room.
     assert notes(device="a100-40", batch=3) == []
+    tight = zs.plan("llama-3-8b", **BIG | {"device": "h100", "batch": 4})  # type: ignore[arg-type]
+    assert (tight.verdict, len(tight.notes)) == ("tight", 1)
 
 
 class Returns(nn.Module):

@@ -17,6 +17,7 @@ from tests import models
 from tests.engine import test_offload_files as runs
 from tests.oracle import STAGES_AT, WATCHDOG_S, run_cases
 from tests.rotation import third
+from zeroshard.plan.machine.presets import DEVICES
 from zeroshard.plan.named import OPTIMIZERS, updates_of
 from zeroshard.plan.shape.shapes import shape_of
 from zeroshard.plan.step.staging import buffer_bytes, file_staging_bytes
@@ -142,3 +143,21 @@ def test_the_offload_auto_is_as_fast_as_any_in_tenths(model: str, asked: dict[st
     fastest = next(plan for plan in plans if plan.verdict == "fits")
     assert found.step_s <= 1.03 * fastest.step_s
     assert len(fitting) < len(made)
+
+
+@pytest.mark.parametrize(
+    ("device", "memory_bytes", "other", "asked"),
+    [
+        ("mi300x", 3618593987, zs.Offload(states=0, gradients=0, parameters=0.2), {"seq": 512, "loss": "chunked"}),
+        ("rtx4090", 7875640181, zs.Offload(states=0, gradients=0, parameters=0.4), {"seq": 1024}),
+    ],
+)
+def test_a_choice_that_fits_by_simulations_alone_rules_no_other_out(
+    device: str, memory_bytes: int, other: zs.Offload, asked: dict[str, Any]
+) -> None:
+    """Without offload, a simulation fits and is fastest; what the allocator reserves does not."""
+    asked |= {"world_size": 4, "batch": 4, "stage": 3}
+    asked |= {"device": dataclasses.replace(DEVICES[device], memory_bytes=memory_bytes)}
+    found, by_hand = (zs.plan("gpt2", offload=one, **asked) for one in ("auto", other))
+    assert found.verdict == by_hand.verdict == "fits"
+    assert found.step_s <= 1.01 * by_hand.step_s

@@ -136,6 +136,14 @@ def test_a_program_beside_zeroshard_has_its_own_stage_and_offload(
     assert [name.partition(" on ")[0] for name in names] == ["gpt2", "gpt2 with fsdp2", "gpt2 with deepspeed-2-offload"]
 
 
+def test_a_program_that_does_not_fit_can_be_printed() -> None:
+    """The kernels of nanotron are planned without recomputation, which is no change to suggest then."""
+    made = make_plan("llama-3-8b", world_size=8, system="nanotron", device="rtx4090", stage=1)
+    assert made.verdict == "no"
+    assert "changes that save memory" in str(made)
+    assert not [one for one in made.changes if "recompute" in one.what]
+
+
 def test_a_device_without_bfloat16_is_said_to_be_guessed_in_it() -> None:
     bf16, usual, fp32 = (
         make_plan("gpt2", world_size=1, seq=128, device="v100-32", precision=one).notes

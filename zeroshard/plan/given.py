@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 __all__ = ["inputs_of", "longest_of", "module_of", "optimizers_named"]
 
+LABELLED: Final = re.compile(r"LM|Generation|Token")
+"""In names of classes of Transformers whose labels are tokens."""
 IMPORTED: Final = re.compile(r"([A-Za-z_][\w.]*):([A-Za-z_]\w*)")
-CLASSES: Final = tuple(
-    f"AutoModel{kind}" for kind in ("ForSeq2SeqLM", "ForSpeechSeq2Seq", "ForMaskedLM", "ForCausalLM", "")
-)
-"""Of Transformers, for configurations that name no class: a whole model before the decoder of it, or what trains it."""
+CLASSES: Final = ("ForSeq2SeqLM", "ForSpeechSeq2Seq", "ForMaskedLM", "ForCausalLM", "")
+"""Of Transformers, after "AutoModel", where a configuration names no class: a whole model before its decoder alone."""
 POSITIONS: Final = ("max_position_embeddings", "n_positions", "max_target_positions", "max_seq_len")
 """Fields of a configuration with the tokens that a model takes."""
 
@@ -80,8 +80,10 @@ def _built(config: Any) -> Any:
     import transformers
 
     named = [getattr(transformers, one, None) for one in getattr(config, "architectures", None) or ()]
-    automatic = [getattr(transformers, one) for one in CLASSES]
+    automatic = [getattr(transformers, f"AutoModel{one}") for one in CLASSES]
     known = next((one for one in automatic if type(config) in one._model_mapping), automatic[-1])
+    if getattr(config, "is_encoder_decoder", False) and getattr(config, "decoder_start_token_id", None) is None:
+        config.decoder_start_token_id = 0  # labels are shifted by it; its value changes nothing here
     with torch.device("meta"):
         return next(filter(None, named), known.from_config)(config)
 
@@ -89,7 +91,8 @@ def _built(config: Any) -> Any:
 def longest_of(model: "nn.Module") -> int:
     """Return the tokens of a sequence that a model takes by its configuration; 0 if that does not say."""
     config: Any = getattr(model, "config", None)
-    return next((found for name in POSITIONS if isinstance(found := getattr(config, name, None), int)), 0)
+    found = (getattr(config, name, None) for name in POSITIONS)
+    return next((one for one in found if isinstance(one, int) and one > 0), 0)
 
 
 def inputs_of(model: "nn.Module", batch: int, sequence: int) -> "Mapping[str, Tensor]":
@@ -111,7 +114,8 @@ def inputs_of(model: "nn.Module", batch: int, sequence: int) -> "Mapping[str, Te
     if kind in sizes:
         labels = {"labels" if "labels" in takes else "decoder_input_ids": text} if hasattr(config, "vocab_size") else {}
         return {kind: torch.zeros(batch, *sizes[kind], device="meta"), **labels}
-    found = {name: text for name in ("input_ids", "labels") if name in takes and hasattr(config, "vocab_size")}
+    wanted = ("input_ids", "labels") if LABELLED.search(type(model).__name__) else ("input_ids",)
+    found = {name: text for name in wanted if name in takes and hasattr(config, "vocab_size")}
     if "input_ids" not in found:
         raise TypeError(
             f"plan() of a {type(model).__name__} needs inputs=: the arguments of its forward, with tensors on any "

@@ -10,16 +10,17 @@ Note: the order of trials
     far. It skips a configuration that fits without offload, and one that would not fit even if everything that offload
     can move took no memory. For each of the others it takes the fastest offload that fits, as `offload="auto"` of a
     plan does: with each fifth of the parameters, and with gradients on the device or with their states, it looks for
-    the least states that must move by a binary search, unless no offload with these can be faster than the fastest so
-    far.
+    the least states that must move by a binary search. Those that may be the fastest are planned in full, with what the
+    allocator reserves, from the one on that is fastest by simulations.
 """
 
 import dataclasses
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import product, starmap
 from operator import itemgetter
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from zeroshard.describe.offload import HOST, PARTS, Offload, choices_for, least_of
 from zeroshard.plan.job import Options, check_options, outside_bytes_of
@@ -36,9 +37,8 @@ Tried = Candidate | Plan
 Chain = list[Offload | None]
 COARSE: Final = PARTS // 20
 """Fractions of the states between those that are simulated."""
-MOST_FULL: Final = 3
-"""Choices that are planned in full, each of which takes as long as a plan, and more where memory is short."""
-
+LEAST_GAIN: Final = 1.01
+"""How many times as fast as the fastest choice another one may be, at least, to be planned in full."""
 LEAST_PART: Final = 0.9
 """Of what an update on the device reads and writes, that on the host does at least, which rounds no parameters."""
 
@@ -193,7 +193,6 @@ def _fastest_choice(
     to: str = HOST,
     steps: int = 5,
     tokens_per_s: float = 0.0,
-    spare_bytes: float = 0.0,
 ) -> Plan | None:
     """Return the fastest plan with offload, or without, that fits; None if none fits and is faster than asked.
 
@@ -204,14 +203,15 @@ def _fastest_choice(
         to: "host" or a folder.
         steps: number of steps in which parameters are moved.
         tokens_per_s: the speed to exceed.
-        spare_bytes: what full plans need beyond simulations.
     """
-    tried, fastest = list[tuple[float, Chain]](), tokens_per_s
+    tried, found, fastest = list[tuple[float, Chain]](), None, tokens_per_s
+
+    def is_slow(one: Offload | None) -> bool:
+        return quick(one).tokens_per_s <= fastest
 
     def has_room(one: Offload | None) -> bool | None:
-        made = quick(one)
         # The more is moved, the longer a step takes: no later choice is faster.
-        return True if made.excess_bytes <= -spare_bytes else None if made.tokens_per_s <= fastest else False
+        return True if quick(one).excess_bytes <= 0 else None if is_slow(one) else False
 
     def chain_of(part: int, gradients: float | None) -> Chain:
         states = (number / PARTS for number in range(PARTS + 1))
@@ -219,33 +219,25 @@ def _fastest_choice(
         return made if part else [None, *made[1:]]
 
     parts = range(steps + 1 if row.cuts_parameters else 1)
-    if not any(quick(chain_of(part, None)[-1]).excess_bytes <= -spare_bytes for part in {parts[0], parts[-1]}):
+    if not any(quick(chain_of(part, None)[-1]).excess_bytes <= 0 for part in {parts[0], parts[-1]}):
         return None
     for chain in starmap(chain_of, product(parts, (0, None))):
-        if chain[0] is not None and quick(chain[0]).tokens_per_s <= fastest:
+        if chain[0] is not None and is_slow(chain[0]):
             continue  # copies of parameters take too long, whatever else is moved
         least, is_found = least_of(chain[::COARSE], has_room)
         # Where the host has no room for the least offload, it has none for more.
         if is_found and quick(least).verdict == "fits":
             tried.append((quick(least).tokens_per_s, chain[max(0, chain.index(least) - COARSE + 1) :]))
-            fastest = max(fastest, quick(least).tokens_per_s)
-    found, fastest, asked_bytes, short_bytes = None, tokens_per_s, spare_bytes, 0.0
-    for most_tokens_per_s, chain in sorted(tried, key=itemgetter(0), reverse=True)[:MOST_FULL]:
-        if most_tokens_per_s <= fastest:
+    for most_tokens_per_s, chain in sorted(tried, key=itemgetter(0), reverse=True):
+        if most_tokens_per_s <= fastest * (LEAST_GAIN if found is not None else 1):
             break
-        spare_bytes, first = 0.0, len(chain)
         least, is_found = least_of(chain, has_room)
-        while is_found and whole(least).excess_bytes > 0:
-            # What the allocator reserves needs more.
-            spare_bytes, first = whole(least).excess_bytes - quick(least).excess_bytes, chain.index(least) + 1
-            short_bytes = max(short_bytes, spare_bytes)
-            least, is_found = least_of(chain, has_room)
-        if is_found and first < chain.index(least):
-            least, _ = least_of(chain[first : chain.index(least) + 1], lambda one: whole(one).excess_bytes <= 0)
+        if is_found and whole(least).excess_bytes > 0:
+            # What the allocator reserves needs more: of the choices that are faster, the first that fits.
+            rest, is_found = chain[chain.index(least) :], whole(chain[-1]).excess_bytes <= 0
+            if is_found:
+                rest = rest[: max(1, bisect_left(rest, True, key=is_slow))]
+                least, is_found = least_of(rest, lambda one: whole(one).excess_bytes <= 0)
         if is_found and (plan := whole(least)).verdict == "fits" and plan.tokens_per_s > fastest:
             found, fastest = plan, plan.tokens_per_s
-    if found is None and short_bytes > asked_bytes:
-        # Slower choices were left out for those that do not fit.
-        same: dict[str, Any] = {"to": to, "steps": steps, "tokens_per_s": tokens_per_s}
-        return _fastest_choice(row, quick, whole, **same, spare_bytes=short_bytes)
     return found

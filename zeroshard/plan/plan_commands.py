@@ -79,9 +79,9 @@ def add_commands(
         optimizer: Annotated[str, typer.Option(help="adamw, adamw8bit, muon, lion, ...")] = "adamw",
         micro_batches: Annotated[int, typer.Option(help="Micro-batches of a step.")] = 1,
         batch_tokens: Annotated[int | None, typer.Option(help="Tokens of a step; replaces --micro-batches.")] = None,
-        loss: Annotated[str | None, typer.Option(help="Cross-entropy of a shape: logits, fused or chunked.")] = None,
+        loss: Annotated[str | None, typer.Option(help="Cross-entropy: logits, fused or chunked.")] = None,
         no_sync: Annotated[bool, typer.Option("--no-sync", help="Reduce in the last micro-batch only.")] = False,
-        host: Annotated[float | None, typer.Option(min=0.001, help="Host memory of a node in GiB.")] = None,
+        host: Annotated[float | None, typer.Option(min=0.001, max=1e9, help="Host memory of a node in GiB.")] = None,
         system: Annotated[
             str,
             typer.Option(
@@ -128,7 +128,7 @@ def add_commands(
                 text = str(made[0]) if not programs else table_of(made)
                 if as_json:
                     text = json.dumps([one.to_json() for one in made] if programs else made[0].to_json())
-        except (ValueError, TypeError, OSError, ImportError) as error:
+        except (ValueError, TypeError, OSError, ImportError, RuntimeError) as error:
             fail(str(error))
         else:
             show(text)

@@ -218,10 +218,13 @@ def make_plan(
         pipe=places, schedule=schedule, chunks=training.chunks, recompute=recompute,
     )  # fmt: skip
     check_options(options)
-    if shape is None and inputs is not None:
+    if shape is None:
         from zeroshard.plan.traced import tokens_of  # torch is needed for modules only
 
-        options = dataclasses.replace(options, batch=tokens_of(inputs), sequence=1)
+        made = inputs_of(model, options.batch, options.sequence) if inputs is None else inputs
+        if inputs is not None or tokens_of(made) != options.batch * options.sequence:
+            options = dataclasses.replace(options, batch=tokens_of(made), sequence=1)
+        inputs = made
     if batch_tokens is not None:
         options = dataclasses.replace(options, micro_batches=sums.micro_batches_of(batch_tokens, options))
     if isinstance(cut, str) and (cut != "time" or places == 1):
@@ -296,7 +299,7 @@ def _precision_of(asked: Any, shape: Transformer | None) -> tuple[str, Any, Form
 def plan_module(
     model: Any,
     options: Options,
-    inputs: Sequence[Any] | Mapping[str, Any] | None,
+    inputs: Sequence[Any] | Mapping[str, Any],
     loss: Callable[[Any], Any] | None,
     units: Sequence[object] | None,
     reads: Callable[[Any], bool | int | float] | None,
@@ -317,7 +320,6 @@ def plan_module(
     from zeroshard.optim.admission import check_optimizers  # torch is needed for modules only
     from zeroshard.plan.traced import trace_places
 
-    given = inputs if inputs is not None else inputs_of(model, options.batch, options.sequence)
     homes = {id(parameter): name for name, parameter in model.named_parameters()}
     check_optimizers(homes, options.optimizers, options.elementwise, is_cut=options.row.is_cut)
     if parallelize is not None and (options.chosen is not None or ignored):
@@ -337,7 +339,7 @@ def plan_module(
             "homes": homes,
         }
         if not (is_known := key in known and parallelize is None):
-            known[key] = trace_places(model, options, given, loss, cut, units, ignored, **same)
+            known[key] = trace_places(model, options, inputs, loss, cut, units, ignored, **same)
         traced, starts = known[key]
         traced = [one.again(options) for one in traced] if is_known else traced
     numel = traced[0].parameters_numel if options.pipe == 1 else sum(one.numel() for one in model.parameters())

@@ -90,10 +90,12 @@ def with_loss(system: System, loss: object) -> System:
     """Return a system with another cross-entropy; None for its own.
 
     Raises:
-        ValueError: no kernels have this name.
+        ValueError: no kernels have this name, or those of the system are all its own.
     """
     if loss is None:
         return system
+    if system.kernels.program:
+        raise ValueError(f"loss= with {system.name}: its kernels have their own. Leave loss= out.")
     if loss not in LOSSES:
         raise ValueError(f"loss must be one of {', '.join(LOSSES)}; got {loss!r}.")
     return replace(system, kernels=replace(system.kernels, loss=loss))

@@ -159,9 +159,9 @@ def changes_of(shape: Transformer, plan: Plan, whole: Callable[[Transformer, Opt
         try:
             check_options(changed)
             check_shape(shape, changed)
+            one = candidate_of(shape, changed)
         except ValueError:
             continue
-        one = candidate_of(shape, changed)
         if one.peak_bytes < plan.peak_bytes:
             tried.append((what, one))
     best = sorted(tried, key=lambda pair: -pair[1].tokens_per_s)[:MOST_CHANGES]
