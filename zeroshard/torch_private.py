@@ -450,12 +450,12 @@ def is_called_by_checkpoint() -> bool:
 
 def is_read_for_tracing() -> bool:
     """Return whether torch reads `grad` to make a fake tensor like its owner; call this only below that property."""
-    frame: FrameType | None = sys._getframe(2)
-    for _ in range(3):
-        if frame is not None and frame.f_code.co_name == "safe_grad":
-            return _is_of(frame, "torch/_subclasses/meta_utils.py")
-        frame = frame and frame.f_back
-    return False
+    frame = sys._getframe(2).f_back
+    if frame is not None and frame.f_code.co_name == "grad":
+        frame = frame.f_back  # the property of a split parameter reads this one
+    if frame is None or frame.f_code.co_name != "safe_grad":
+        return False
+    return _is_of(frame, "torch/_subclasses/meta_utils.py")
 
 
 def captured_by_checkpoint() -> list[Tensor]:
