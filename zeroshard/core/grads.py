@@ -47,14 +47,12 @@ class Places:
         # The parameter's own order of dimensions, if its memory is dense.
         like = [torch.empty_like(p, device="meta", memory_format=torch.preserve_format) for p in parameters]
         self.strides = [tuple(one.stride()) for one in like]
+        self.forms = [*zip(self.shapes, self.strides, self.layout.offsets, strict=True)]
+        """Of each parameter: shape, strides and offset."""
 
     def views_of(self, full: Tensor) -> list[Tensor]:
         """Return the parameters' views of a whole-bucket tensor, with the parameters' shapes and strides."""
-        return [self.view_of(full, index) for index in range(len(self.shapes))]
-
-    def view_of(self, full: Tensor, index: int) -> Tensor:
-        """Return the view of parameter `index`, as `views_of` does for all."""
-        return full.as_strided(self.shapes[index], self.strides[index], self.layout.offsets[index])
+        return [full.as_strided(*form) for form in self.forms]
 
     def dense(self, index: int, value: Tensor) -> Tensor:
         """Return a copy of a value of parameter `index` with the parameter's strides."""
@@ -401,7 +399,7 @@ class FlatGradients(Gradients):
 
     def view(self, index: int) -> Tensor:
         """See `Gradients`."""
-        return self._places.view_of(self.hold(), index)
+        return self.hold().as_strided(*self._places.forms[index])
 
     def part(self, index: int) -> Tensor:
         """See `Gradients`."""

@@ -405,7 +405,7 @@ class Unit:
         self, bucket: Bucket, grads: FlatGradients, own: Tensor, comm: Comm, number: int, what: str
     ) -> list[Pending]:
         """Check a sum for the loss scale, and start to gather it if every rank needs the full sum."""
-        self.note_overflow(grads.parts_of(own))
+        self.note_overflow(() if self.loss_scale is None else grads.parts_of(own))
         if grads.scope is Scope.COPY or not bucket.spec.updates_all or comm.mesh.shard_size == 1:
             return []
         return [comm.gather(grads.hold(), Tag(number, bucket.number, what), kind="reduce")]
