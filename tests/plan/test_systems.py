@@ -110,7 +110,7 @@ def test_an_unknown_system_is_refused() -> None:
 
 
 def test_systems_stand_beside_each_other(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    asked = ["plan", "gpt2", "--ranks", "4", "--device", "a100", "--system", "fsdp2, deepspeed-2"]
+    asked = ["plan", "gpt2", "--ranks", "4", "--device", "a100", "--system", "fsdp2, zeroshard, deepspeed-2"]
     monkeypatch.setattr(sys, "argv", ["zeroshard", *asked])
     with pytest.raises(SystemExit) as ended:
         cli.main()
@@ -137,7 +137,7 @@ def test_a_program_beside_zeroshard_has_its_own_stage_and_offload(
 
 
 def test_a_program_that_does_not_fit_can_be_printed() -> None:
-    """The kernels of nanotron are planned without recomputation, which is no change to suggest then."""
+    """The kernels of nanotron are planned without recomputation, so its plan does not suggest that."""
     made = make_plan("llama-3-8b", world_size=8, system="nanotron", device="rtx4090", stage=1)
     assert made.verdict == "no"
     assert "changes that save memory" in str(made)

@@ -123,7 +123,7 @@ def add_commands(
                 same["stage"] = int(stage) if stage is not None and stage.isdecimal() else stage
                 made = [make_plan(model, **same, offload=offload)]
                 same |= {"stage": None, "residency": None}  # a program has its own, and its own offload
-                programs = [name.strip() for name in system.split(",") if name.strip()]
+                programs = [one for part in system.split(",") if (one := part.strip()) not in ("", "zeroshard")]
                 made += [make_plan(model, **same, system=name) for name in programs]
                 text = str(made[0]) if not programs else table_of(made)
                 if as_json:

@@ -222,8 +222,9 @@ def make_plan(
         from zeroshard.plan.traced import tokens_of  # torch is needed for modules only
 
         made = inputs_of(model, options.batch, options.sequence) if inputs is None else inputs
-        if inputs is not None or tokens_of(made) != options.batch * options.sequence:
-            options = dataclasses.replace(options, batch=tokens_of(made), sequence=1)
+        tokens = tokens_of(made)
+        if inputs is not None or tokens != options.batch * options.sequence:
+            options = dataclasses.replace(options, batch=tokens, sequence=1)
         inputs = made
     if batch_tokens is not None:
         options = dataclasses.replace(options, micro_batches=sums.micro_batches_of(batch_tokens, options))

@@ -162,7 +162,7 @@ def search(
         row=row_of_stage(0),
         precision=resolved[0].precision,
         optimizer=optimizers_named(optimizer)[0],
-        system=with_loss(ZEROSHARD, loss),
+        system=ZEROSHARD if loss is None else with_loss(ZEROSHARD, loss),
     )
     sizes = [dataclasses.replace(start, world_size=one).world_size for one in asked_sizes]
     rows = [row for one in resolved for row in one.rows]

@@ -148,10 +148,10 @@ def notes_of_run(options: Options, dtype: str, reserved_bytes: int, output_bytes
     if dtype == "bfloat16" and device.half_precision != "bf16":
         found.append(f"{device.name} has no units for bfloat16, so the time of a step is a guess. Use fp16.")
     outside_bytes = outside_bytes_of(options)
-    wide = wide_bytes(reserved_bytes, outside_bytes, options) + output_bytes
-    if options.pipe == 1 and output_bytes and reserved_bytes + outside_bytes <= device.memory_bytes < wide:
+    most_bytes = wide_bytes(reserved_bytes, outside_bytes, options) + output_bytes
+    if options.pipe == 1 and output_bytes and reserved_bytes + outside_bytes <= device.memory_bytes < most_bytes:
         found.append(
-            f"A loop that keeps what the model returns (`out = model(x)`) until its next forward takes up to "
+            "A loop that keeps what the model returns (`out = model(x)`) until its next forward takes up to "
             f"{size_text(output_bytes)} more, for which there is no room: `del out` after the loss."
         )
     return found

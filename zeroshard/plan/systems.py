@@ -87,13 +87,11 @@ def system_named(system: str | System) -> System:
 
 
 def with_loss(system: System, loss: object) -> System:
-    """Return a system with another cross-entropy; None for its own.
+    """Return a system with another cross-entropy.
 
     Raises:
         ValueError: no kernels have this name, or those of the system are all its own.
     """
-    if loss is None:
-        return system
     if system.kernels.program:
         raise ValueError(f"loss= with {system.name}: its kernels have their own. Leave loss= out.")
     if loss not in LOSSES:

@@ -6,7 +6,7 @@ and `describe/specs.py` first.
 
 import dataclasses
 import functools
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -131,19 +131,18 @@ def trace_job(
     if any(cell.chains):
         treated = Treated(cell, plans, twins, options.tensor, small_bytes, options.zeros)
     names = {name: number for number, plan in enumerate(plans) for name in plan.entries.values() if number != ROOT}
-    returned = Counter[str]()
-    begin, finish = _ends(model, precision, loss, returned)
+    ends = _Ends(model, precision, loss)
 
     def whole(run: nn.Module, given: Any) -> Tensor:
-        given = begin(given)
-        return finish(run(**given) if isinstance(given, Mapping) else run(*given))
+        given = ends.begin(given)
+        return ends.finish(run(**given) if isinstance(given, Mapping) else run(*given))
 
     chunked = None if chunks is None else chunks.of_copy(twins, copied)
     scripts, traces = dict[int, Script](), list[Trace]()
     for chunk in (0,) if chunks is None else chunks.own:
         step, sent, borders = whole, list[Tensor](), tuple[Sequence[Tensor], ...]()
         if chunks is not None and chunked is not None:
-            step, borders = chunks.step(chunked, chunk, sent, begin, finish), chunks.borders(chunk)
+            step, borders = chunks.step(chunked, chunk, sent, ends.begin, ends.finish), chunks.borders(chunk)
         for _ in range(1 if treated is None else treated.passes):
             sent.clear()
             watch = UnitWatch(plans, twins, cell)
@@ -199,7 +198,7 @@ def trace_job(
             flops,
             saved_bytes,
             tokens,
-            returned["bytes"],
+            ends.returned_bytes,
             [BOUNDED] * (treated is not None and treated.has_bounds)
             + [LEFT] * bool(left)
             + [*dict.fromkeys(note for trace in traces for note in _not_counted(trace))],
@@ -259,18 +258,19 @@ def _learn(
     precision = options.chosen or _precision(options.formats)
     copied, twins = _copy(model, formats_of_model(model, precision), precision)
     learned, everything, took_s = list[Learned](), [*range(cut.count)], defaultdict[str, float](float)
+    ends = _Ends(model, precision, loss)
     chunks = Chunks(cut, schedule, 0, everything, {}, learned)
     chunked = chunks.of_copy(twins, copied)
     for chunk in everything:
         chunked.own = [chunk]
-        step = chunks.step(chunked, chunk, [], *_ends(model, precision, loss, Counter()))
+        step = chunks.step(chunked, chunk, [], ends.begin, ends.finish)
         given = [inputs if isinstance(inputs, Mapping) else tuple(inputs), *chunks.borders(chunk)]
         trace = trace_step(step, copied, given, personality=personality, reads=reads, takes_gradients=True)
         # What no module computes is, above all, the loss: it counts with the last module.
-        ends = {"": [*dict(model.named_modules())][-1]} if chunk == cut.count - 1 else {}
+        last = {"": [*dict(model.named_modules())][-1]} if chunk == cut.count - 1 else {}
         for order, cost in trace.kernels:
             name = trace.events[min(order, len(trace.events) - 1)].module
-            took_s[ends.get(name, name)] += options.device.kernel_s(cost, options.formats.param)
+            took_s[last.get(name, name)] += options.device.kernel_s(cost, options.formats.param)
     return learned, took_s
 
 
@@ -284,28 +284,28 @@ def _copy(
     return copied, twins
 
 
-def _ends(
-    model: nn.Module, precision: Precision, loss: Callable[[Any], Tensor] | None, returned: Counter[str]
-) -> tuple[Callable[[Any], Any], Callable[[Any], Tensor]]:
-    """Return what casts the inputs of a model, and what returns the loss of its output.
+@final
+class _Ends:
+    """The casts around the forward of a model, and its loss."""
 
-    Args:
-        returned: gets the bytes that the model returns beside the loss.
-    """
-    dtype = precision.param or next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    def __init__(self, model: nn.Module, precision: Precision, loss: Callable[[Any], Tensor] | None) -> None:
+        dtypes = (p.dtype for p in model.parameters() if p.is_floating_point())
+        self.begin = functools.partial(_cast, dtype=precision.param or next(dtypes, torch.float32))
+        """Casts the inputs."""
+        self._model, self._precision, self._loss, self.returned_bytes = model, precision, loss or loss_of, 0
+        """`returned_bytes` is what the last forward returned beside the loss."""
 
-    def finish(out: Any) -> Tensor:
-        out = out if precision.param is None else _cast(out, precision.output or torch.float32)
-        made = loss(out) if loss is not None else loss_of(out)
+    def finish(self, out: Any) -> Tensor:
+        """Return the loss of the output of a forward."""
+        out = out if self._precision.param is None else _cast(out, self._precision.output or torch.float32)
+        made = self._loss(out)
         if not isinstance(made, Tensor) or not made.requires_grad:
             raise TypeError(
-                f"No parameter of {type(model).__name__} that requires a gradient is in the graph of its output: pass "
-                "loss=, or check requires_grad and detach()."
+                f"No parameter of {type(self._model).__name__} that requires a gradient is in the graph of its output: "
+                "pass loss=, or check requires_grad and detach()."
             )
-        returned["bytes"] = sum(one.nbytes for one in find(out, Tensor) if one is not made)
+        self.returned_bytes = sum(one.nbytes for one in find(out, Tensor) if one is not made)
         return made
-
-    return functools.partial(_cast, dtype=dtype), finish
 
 
 def _update_bytes(options: Options, updates: Sequence[Updates]) -> int:

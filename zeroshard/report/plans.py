@@ -100,17 +100,14 @@ def _counts(kinds: Sequence[str]) -> str:
 def _read_file(path: Path) -> list[PageData]:
     """Return the pages of a file: `plan --system --json` writes a list of plans."""
     stored = read_json(path)
-    kinds = (("film", page_of_plan), ("frontier", page_of_search), ("records", _page_of_scorecard))
     found = list[PageData]()
     for one in stored if isinstance(stored, list) and stored else [stored]:
-        read = next((read for key, read in kinds if isinstance(one, Mapping) and key in one), None)
+        read = next((read for key, read in _READERS.items() if isinstance(one, Mapping) and key in one), None)
         if read is None:
-            break
+            raise ValueError(f"{path} is not a plan, a search or a scorecard; write one with `--json`.")
         with reading(str(path)):
             found.append(read(one))
-    else:
-        return found
-    raise ValueError(f"{path} is not a plan, a search or a scorecard; write one with `--json`.")
+    return found
 
 
 def page_of_plan(plan: Mapping[str, Any]) -> PageData:
@@ -250,3 +247,7 @@ def _page_of_scorecard(scorecard: Mapping[str, Any]) -> PageData:
     ]
     source = Source(kind="scorecard", name="Scorecard", results=results)
     return PageData(version=VERSION, title="Scorecard", sources=[source], scorecard=scores)  # type: ignore[typeddict-item]
+
+
+_READERS: Final = MappingProxyType({"film": page_of_plan, "frontier": page_of_search, "records": _page_of_scorecard})
+"""What reads a file, by an entry that only files of that kind have."""
