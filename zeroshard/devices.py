@@ -4,11 +4,17 @@ Owns every query of CUDA that decides something (device, stream, graph capture);
 to emulate a GPU. It must not know ranks, models or collectives.
 """
 
+import ctypes
 import functools
+import math
+import mmap
+import threading
 import time
+import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, final
+from typing import Any, Concatenate, Final, ParamSpec, Protocol, TypeVar, final
 
 import torch
 
@@ -17,6 +23,7 @@ from zeroshard.torch_private import raw_stream
 __all__ = [
     "Lane",
     "Mark",
+    "Pinned",
     "alone",
     "begin_thread",
     "choose",
@@ -203,9 +210,85 @@ def begin_thread(device: torch.device) -> None:
         use(device)
 
 
+EXACT_BYTES: Final = 1 << 20
+"""From here on, pinned memory has the size that was asked for; torch's allocator takes the next power of two."""
+
+
 def pinned(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Return pinned host memory for copies from or to a device; copies of pageable memory would block the host."""
-    return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=True)
+    """Return pinned host memory for copies from or to a device; copies of pageable memory would block the host.
+
+    Large memory waits for the device when it is used again: keep what each step needs.
+    """
+    if math.prod(shape) * dtype.itemsize < EXACT_BYTES:
+        return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=True)
+    return _pinned(torch.cuda).take(shape, dtype)
+
+
+@final
+class Pinned:
+    """Pinned host memory of exact sizes, of this process.
+
+    Memory that nothing refers to any more serves a later request of the same size, after the work of all streams: a
+    copy may be under way. A request of another size first gives back what is not used.
+
+    Args:
+        cuda: `torch.cuda`, or a substitute in tests.
+    """
+
+    def __init__(self, cuda: Any) -> None:
+        self._cuda, self._lock = cuda, threading.Lock()
+        self._unused = deque[mmap.mmap]()
+        """Finalizers, which run in any thread at any time, only append here."""
+        self.nbytes = 0
+        """What is pinned, used or not."""
+
+    def take(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Return a tensor with any content, and no base, which is all that refers to its memory.
+
+        Raises:
+            RuntimeError: the memory cannot be pinned.
+        """
+        nbytes = math.prod(shape) * dtype.itemsize
+        with self._lock:
+            unused = [self._unused.popleft() for _ in range(len(self._unused))]
+            if unused:
+                self._cuda.synchronize()
+            memory = next((one for one in unused if len(one) == nbytes), None)
+            if memory is not None:
+                unused.remove(memory)
+                self._unused.extend(unused)
+            else:
+                for one in unused:
+                    self._unpin(one)
+                memory = self._pin(nbytes)
+        array = (ctypes.c_char * nbytes).from_buffer(memory)
+        weakref.finalize(array, self._unused.append, memory).atexit = False
+        storage = torch.frombuffer(array, dtype=torch.uint8).untyped_storage()
+        return torch.empty(0, dtype=dtype, device="cpu").set_(storage, 0, tuple(shape))  # type: ignore[call-overload, no-any-return]
+
+    def _pin(self, nbytes: int) -> mmap.mmap:
+        # Shared: after a fork, a private page that this process writes would no longer be the page that copies read.
+        memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_SHARED | mmap.MAP_ANONYMOUS)
+        if code := int(self._cuda.cudart().cudaHostRegister(_address_of(memory), nbytes, 0)):
+            raise RuntimeError(
+                f"{nbytes:,} bytes of host memory cannot be pinned (CUDA error {code}); {self.nbytes:,} are. Offload "
+                "less, or raise the memory of the container and its limit of locked memory (ulimit -l)."
+            )
+        self.nbytes += nbytes
+        return memory
+
+    def _unpin(self, memory: mmap.mmap) -> None:
+        self._cuda.cudart().cudaHostUnregister(_address_of(memory))
+        self.nbytes -= len(memory)
+
+
+def _address_of(memory: mmap.mmap) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
+
+
+@functools.cache
+def _pinned(cuda: Any) -> Pinned:
+    return Pinned(cuda)
 
 
 class HasLock(Protocol):

@@ -23,6 +23,7 @@ from typing import Final, final
 
 import torch
 
+from zeroshard import devices
 from zeroshard.checkpoint import files, strict
 from zeroshard.checkpoint.commit import publish, remove_older, write_manifest, write_tensors
 from zeroshard.checkpoint.contents import ADVICE, COMMITTED, LOOK, Plan
@@ -75,7 +76,7 @@ class Snapshot:
 def _host_memory(nbytes: int, *, pinned: bool) -> torch.Tensor:
     """Return host memory, (nbytes,) uint8."""
     if pinned:
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True, device="cpu")
+        return devices.pinned((nbytes,), torch.uint8)
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     # Large pages, if available, reduce the time of the first copy to a third.
     with contextlib.suppress(AttributeError, OSError):

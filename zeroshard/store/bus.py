@@ -29,6 +29,8 @@ SMALL_BYTES = 2**18
 """Bytes that a GPU's bus (25 GB/s) moves in 10 microseconds, about the time to issue a copy."""
 SPARE = 1.25
 """Maximum size of all buffers on the host, as a multiple of the peak bytes in use."""
+SIMILAR = 1.25
+"""How many times as large as a tensor a buffer may be that is used again."""
 
 
 def carry(device: torch.device, lane: Lane, to: Tensor, source: Tensor) -> devices.Mark | None:
@@ -340,8 +342,8 @@ class HostBuffer:
 class HostPool:
     """Reusable host memory: pinning memory takes longer than copying to it.
 
-    Sizes are rounded up by less than a quarter, so that a buffer serves tensors of similar size. Free buffers are
-    released if the pool would exceed `SPARE` times the peak bytes in use.
+    A new buffer has the size of its tensor, and serves later tensors of similar size. Free buffers are released if the
+    pool would exceed `SPARE` times the peak bytes in use.
 
     Args:
         bus: the bus that allocates buffers.
@@ -351,19 +353,20 @@ class HostPool:
         self.bus = bus
         self._free: dict[int, list[HostBuffer]] = {}
         self.in_use_bytes = self.peak_bytes = self.total_bytes = 0
-        """In rounded bytes: in use, peak in use, and in use or free."""
+        """Of whole buffers: in use, peak in use, and in use or free."""
 
     def take(self, nbytes: int) -> HostBuffer:
         """Return a buffer (nbytes,) with undefined content."""
-        size = rounded(nbytes)
-        self.in_use_bytes += size
+        sizes = (size for size, free in self._free.items() if free and nbytes <= size <= SIMILAR * nbytes)
+        size = min(sizes, default=0)
+        self.in_use_bytes += size or nbytes
         self.peak_bytes = max(self.peak_bytes, self.in_use_bytes)
-        if free := self._free.get(size):
-            buffer = free.pop()
+        if size:
+            buffer = self._free[size].pop()
         else:
-            self._give_up(size)
-            self.total_bytes += size
-            whole = self.bus.allocate(size)
+            self._give_up(nbytes)
+            self.total_bytes += nbytes
+            whole = self.bus.allocate(nbytes)
             buffer = HostBuffer(whole, whole)
         buffer.memory = buffer.whole[:nbytes]
         return buffer
@@ -378,12 +381,8 @@ class HostPool:
         """Make room for a buffer by releasing free buffers, largest first."""
         for other in sorted(self._free, reverse=True):
             while self._free[other] and self.total_bytes + size > SPARE * self.peak_bytes:
-                # torch keeps pinned memory until transfers from it are done.
+                # Pinned memory stays until transfers from it are done.
                 self._free[other].pop()
                 self.total_bytes -= other
-
-
-def rounded(nbytes: int) -> int:
-    """Return the size of a buffer for `nbytes`: 5, 6, 7 or 8 times a power of two, and at least 512."""
-    step = max(128, 1 << max(0, (nbytes - 1).bit_length() - 3))
-    return max(512, -(-nbytes // step) * step)
+            if not self._free[other]:
+                del self._free[other]

@@ -5,7 +5,7 @@ gradients are reduced. Read `Leaving` first.
 """
 
 from abc import ABC, abstractmethod
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable
 from typing import NamedTuple, final
 
@@ -13,7 +13,7 @@ import torch
 
 from zeroshard import devices
 from zeroshard.table.trace import Ledger
-from zeroshard.torch_private import owns_memory
+from zeroshard.torch_private import owns_memory, users_of_storage
 
 __all__ = ["Buffer", "DeviceLanding", "HostLanding", "Landing", "Leaving", "Tell"]
 
@@ -242,6 +242,8 @@ class HostLanding(Landing):
     def __init__(self, device: torch.device, tell: Tell, leaving: Leaving) -> None:
         super().__init__(device)
         self._tell, self._leaving = tell, leaving
+        self._blocks = defaultdict[tuple[int, torch.dtype], list[Tensor]](list)
+        """Memory that was pinned, for each step."""
         self._left: devices.Mark | None = None
 
     @property
@@ -251,7 +253,13 @@ class HostLanding(Landing):
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         """See `Landing`."""
-        return devices.pinned((numel,), dtype) if self.is_far else torch.empty(numel, dtype=dtype, device="cpu")
+        if not self.is_far:
+            return torch.empty(numel, dtype=dtype, device="cpu")
+        blocks = self._blocks[numel, dtype]
+        block = next((one for one in blocks if users_of_storage(one) == 1), None)
+        if block is None:
+            blocks.append(block := devices.pinned((numel,), dtype))
+        return block.detach()
 
     def put(self, target: Tensor, values: Tensor) -> None:
         """See `Landing`."""
