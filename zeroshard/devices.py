@@ -246,7 +246,7 @@ class Pinned:
         """Return a tensor with any content, and no base, which is all that refers to its memory.
 
         Raises:
-            RuntimeError: the memory cannot be pinned.
+            MemoryError: the memory cannot be pinned.
         """
         nbytes = math.prod(shape) * dtype.itemsize
         with self._lock:
@@ -270,7 +270,7 @@ class Pinned:
         # Shared: after a fork, a private page that this process writes would no longer be the page that copies read.
         memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_SHARED | mmap.MAP_ANONYMOUS)
         if code := int(self._cuda.cudart().cudaHostRegister(_address_of(memory), nbytes, 0)):
-            raise RuntimeError(
+            raise MemoryError(
                 f"{nbytes:,} bytes of host memory cannot be pinned (CUDA error {code}); {self.nbytes:,} are. Offload "
                 "less, or raise the memory of the container and its limit of locked memory (ulimit -l)."
             )

@@ -89,7 +89,7 @@ def test_unused_memory_of_other_sizes_is_given_back_before_more_is_pinned() -> N
 
 def test_memory_that_cannot_be_pinned_is_an_error_with_a_remedy() -> None:
     pinned = Pinned(Cuda(code=2))
-    with pytest.raises(RuntimeError, match=r"2,000,000 bytes of host memory cannot be pinned \(CUDA error 2\); 0 are"):
+    with pytest.raises(MemoryError, match=r"2,000,000 bytes of host memory cannot be pinned \(CUDA error 2\); 0 are"):
         pinned.take((2_000_000,), torch.uint8)
     assert pinned.nbytes == 0
 
