@@ -165,7 +165,7 @@ def tokenizer(
         cut, _ = find_split(source, Data().heldout_fraction)
         train_tokenizer(take(source.documents(), 0, cut), vocab, out)
     except (ValueError, ImportError, OSError) as error:
-        _fail(str(error))
+        _fail(error)
     _say(f"{vocab} tokens, from {cut:,} bytes of {source.name}, written to {out}")
 
 
@@ -214,10 +214,8 @@ def report(
         _say(f"{write_page(data, out)}: written")
         if pictures is not None:
             _say("\n".join(str(path) for path in write_pictures(data, pictures)))
-    except OSError as error:
-        _fail(f"{error.filename}: {error.strerror}" if error.filename else str(error))
-    except (ValueError, TypeError, ImportError) as error:
-        _fail(str(error))
+    except (ValueError, TypeError, ImportError, OSError) as error:
+        _fail(error)
 
 
 def paper(
@@ -234,7 +232,7 @@ def paper(
         for path in write_paper_plots(found, plots) if plots is not None else ():
             print(f"{path}: written", file=sys.stderr)
     except (ImportError, OSError) as error:
-        _fail(str(error))
+        _fail(error)
 
 
 def scorecard(
@@ -252,7 +250,7 @@ def scorecard(
     try:
         card = judge(data, () if systems is None else read_sources(systems))
     except (ValueError, OSError) as error:
-        _fail(str(error))
+        _fail(error)
     _say(card.to_json() if as_json else render(card))
 
 
@@ -321,9 +319,11 @@ def _say(message: str) -> None:
     print(printable(message))
 
 
-def _fail(message: str, status: int = _MISTAKE) -> NoReturn:
-    """Exit with a message."""
-    print(printable(f"zeroshard: {message}"), file=sys.stderr)
+def _fail(why: str | Exception, status: int = _MISTAKE) -> NoReturn:
+    """Exit with a message, or with that of an error."""
+    if isinstance(why, OSError) and why.filename:
+        why = f"{why.filename}: {why.strerror}"
+    print(printable(f"zeroshard: {why}"), file=sys.stderr)
     sys.exit(status)
 
 

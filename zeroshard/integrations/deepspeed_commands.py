@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 __all__ = ["make_commands"]
 
 
-def make_commands(show: Callable[[str], None], fail: Callable[[str], None]) -> "typer.Typer":
+def make_commands(show: Callable[[str], None], fail: Callable[[str | Exception], None]) -> "typer.Typer":
     """Return the commands.
 
     Args:
@@ -36,7 +36,7 @@ def make_commands(show: Callable[[str], None], fail: Callable[[str], None]) -> "
                 show(str(one))
             found = from_deepspeed(path, world_size=ranks)
         except (ValueError, OSError) as error:
-            fail(str(error))
+            fail(error)
             return
         options = ", ".join(f"{name}={value!r}" for name, value in found.options.items())
         show(f"\nzs.shard(model, optimizer, {options})")

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["add_commands"]
 
 
-def add_commands(app: "typer.Typer", show: Callable[[str], None], fail: Callable[[str], None]) -> None:
+def add_commands(app: "typer.Typer", show: Callable[[str], None], fail: Callable[[str | Exception], None]) -> None:
     """Add `outer` to the command line.
 
     Args:
@@ -60,7 +60,7 @@ def add_commands(app: "typer.Typer", show: Callable[[str], None], fail: Callable
             most_bytes = int(most_gib * GIB)
             _serve(Mailbox(address, read_secret(secret_file), folder, gone_s=gone, most_bytes=most_bytes), show)
         except (ValueError, OSError, MailboxError) as error:
-            fail(str(error))
+            fail(error)
 
     app.command()(outer)
 

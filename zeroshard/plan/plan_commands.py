@@ -36,7 +36,7 @@ SAME: Final = ("seq", "precision", "optimizer", "batch_tokens", "loss")
 
 
 def add_commands(
-    app: "typer.Typer", show: Print, fail: Callable[[str], None], tell_progress: Callable[[int, int], None]
+    app: "typer.Typer", show: Print, fail: Callable[[str | Exception], None], tell_progress: Callable[[int, int], None]
 ) -> None:
     """Add `plan` to the command line.
 
@@ -129,7 +129,7 @@ def add_commands(
                 if as_json:
                     text = json.dumps([one.to_json() for one in made] if programs else made[0].to_json())
         except (ValueError, TypeError, OSError, ImportError, RuntimeError) as error:
-            fail(str(error))
+            fail(error)
         else:
             show(text)
 

@@ -117,10 +117,8 @@ def add_commands(app: "typer.Typer", show: Print, fail: Fail) -> None:
                 show(as_text(curves, width))
                 return
             out.write_text(as_html(curves) if out.suffix.lower() == ".html" else as_svg(curves), "utf-8")
-        except OSError as error:
-            fail(f"{error.filename or out}: {error.strerror}")
-        except ValueError as error:
-            fail(str(error))
+        except (ValueError, OSError) as error:
+            fail(error)
         show(f"{out}: written")
 
     for command in (generate, evaluate, plot):
@@ -153,5 +151,5 @@ def _on_ranks(run: Path, ranks: int, stage: int, fail: Fail, use: Callable[["Loa
         if is_own_launch():
             raise
         if is_first_rank():
-            fail(str(error))
+            fail(error)
         sys.exit(2)

@@ -285,7 +285,7 @@ def _resolve(
 
             resolved = choose_sharding(resolved)
     except ValueError as error:
-        fail(str(error))
+        fail(error)
     return resolved
 
 
@@ -298,7 +298,7 @@ def _describe(config: Config, show: Print, fail: Callable[..., NoReturn]) -> Non
         show(to_toml(config).rstrip("\n"))
         show("".join(f"\n# {printable(line)}" for line in (describe_text(config), *describe_plan(config))))
     except ValueError as error:
-        fail(str(error))
+        fail(error)
 
 
 def _prepare(config: Config, fail: Callable[..., NoReturn], *, is_fresh: bool, launched: int | None) -> None:
@@ -314,10 +314,8 @@ def _prepare(config: Config, fail: Callable[..., NoReturn], *, is_fresh: bool, l
         tokenizer = prepare(config)
         if not is_own_launch():
             check_space(config, tokenizer)
-    except OSError as error:
-        fail(f"{error.filename}: {error.strerror}" if error.filename else str(error))
-    except (ValueError, ImportError) as error:
-        fail(str(error))
+    except (ValueError, ImportError, OSError) as error:
+        fail(error)
 
 
 def _train(config: Config, fail: Callable[..., NoReturn], terminal: Callable[[], Any]) -> NoReturn:
@@ -332,7 +330,7 @@ def _train(config: Config, fail: Callable[..., NoReturn], terminal: Callable[[],
         if is_own_launch():
             raise  # the launcher says it
         if is_first_rank():
-            fail(str(error))
+            fail(error)
         sys.exit(_MISTAKE)
     sys.exit(stop.exit_status if summary.is_interrupted else 0)
 
