@@ -36,6 +36,7 @@ __all__ = [
     "lane",
     "mark",
     "mark_on",
+    "mark_streams",
     "moment",
     "on_stream",
     "order_after",
@@ -176,7 +177,7 @@ def lane(device: torch.device, use: str, after: Mark | None) -> AbstractContextM
     """Return a context for work on a separate stream of a device.
 
     Args:
-        use: "out" and "back" for copies to the host and from it (`store/bus.py`), "readers" for what reads such copies.
+        use: one of `USES`.
         after: the work follows this event; None on a CPU, where it runs at once.
     """
     return nullcontext() if after is None else _on(side_stream(device, use, torch.cuda), after)
@@ -210,37 +211,55 @@ def begin_thread(device: torch.device) -> None:
         use(device)
 
 
+USES: Final = ("out", "back", "readers")
+"""Separate streams: for copies to the host and from it (`store/bus.py`), and for what reads such copies."""
 EXACT_BYTES: Final = 1 << 20
 """From here on, pinned memory has the size that was asked for; torch's allocator takes the next power of two."""
 
 
 def pinned(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Return pinned host memory for copies from or to a device; copies of pageable memory would block the host.
-
-    Large memory waits for the device when it is used again: keep what each step needs.
-    """
+    """Return pinned host memory for copies from or to a device; copies of pageable memory would block the host."""
     if math.prod(shape) * dtype.itemsize < EXACT_BYTES:
         return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=True)
     return _pinned(torch.cuda).take(shape, dtype)
+
+
+def mark_streams() -> list[Mark]:
+    """Record an event on each stream of the current device whose copies read or write host memory."""
+    device = torch.device("cuda", current())
+    found = [mark(device)]
+    for use in USES:
+        with torch.cuda.stream(side_stream(device, use, torch.cuda)):
+            found.append(mark(device))
+    return found
 
 
 @final
 class Pinned:
     """Pinned host memory of exact sizes, of this process.
 
-    Memory that nothing refers to any more serves a later request of the same size, after the work of all streams: a
-    copy may be under way. A request of another size first gives back what is not used.
+    Memory that nothing refers to any more serves a later request of the same size, or is given back, once the copies
+    are over that may be under way. Nothing waits for the device, which may wait for a message of a rank that waits for
+    this rank.
 
     Args:
-        cuda: `torch.cuda`, or a substitute in tests.
+        runtime: `torch.cuda.cudart()`, or a substitute in tests.
+        mark_all: `mark_streams`, or a substitute in tests.
     """
 
-    def __init__(self, cuda: Any) -> None:
-        self._cuda, self._lock = cuda, threading.Lock()
-        self._unused = deque[mmap.mmap]()
+    def __init__(self, runtime: Any, mark_all: Callable[[], Sequence[Mark]]) -> None:
+        self._runtime, self._mark_all, self._lock = runtime, mark_all, threading.RLock()
+        self._pinned: dict[int, mmap.mmap] = {}
+        """All of it, by address: what an interruption forgets must not be unmapped."""
+        self._dropped = deque[mmap.mmap]()
         """Finalizers, which run in any thread at any time, only append here."""
-        self.nbytes = 0
+        self._unused = deque[tuple[mmap.mmap, Sequence[Mark]]]()
+        """The same, with events after which no copy is under way."""
+
+    @property
+    def nbytes(self) -> int:
         """What is pinned, used or not."""
+        return sum(map(len, self._pinned.values()))
 
     def take(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Return a tensor with any content, and no base, which is all that refers to its memory.
@@ -250,36 +269,46 @@ class Pinned:
         """
         nbytes = math.prod(shape) * dtype.itemsize
         with self._lock:
-            unused = [self._unused.popleft() for _ in range(len(self._unused))]
-            if unused:
-                self._cuda.synchronize()
-            memory = next((one for one in unused if len(one) == nbytes), None)
-            if memory is not None:
-                unused.remove(memory)
-                self._unused.extend(unused)
-            else:
-                for one in unused:
+            done = self._done()
+            memory = next((one for one, _ in done if len(one) == nbytes), None)
+            if memory is None:
+                for one, _ in done:
                     self._unpin(one)
                 memory = self._pin(nbytes)
+            else:
+                self._unused.extend(one for one in done if one[0] is not memory)
         array = (ctypes.c_char * nbytes).from_buffer(memory)
-        weakref.finalize(array, self._unused.append, memory).atexit = False
+        weakref.finalize(array, self._dropped.append, memory).atexit = False
         storage = torch.frombuffer(array, dtype=torch.uint8).untyped_storage()
         return torch.empty(0, dtype=dtype, device="cpu").set_(storage, 0, tuple(shape))  # type: ignore[call-overload, no-any-return]
+
+    def _done(self) -> list[tuple[mmap.mmap, Sequence[Mark]]]:
+        """Take what no copy needs any more from the unused memory."""
+        if self._dropped:
+            marks = self._mark_all()
+            self._unused.extend((self._dropped.popleft(), marks) for _ in range(len(self._dropped)))
+        done = list[tuple[mmap.mmap, Sequence[Mark]]]()
+        for _ in range(len(self._unused)):
+            one = self._unused.popleft()
+            (done if all(mark.query() for mark in one[1]) else self._unused).append(one)
+        return done
 
     def _pin(self, nbytes: int) -> mmap.mmap:
         # Shared: after a fork, a private page that this process writes would no longer be the page that copies read.
         memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_SHARED | mmap.MAP_ANONYMOUS)
-        if code := int(self._cuda.cudart().cudaHostRegister(_address_of(memory), nbytes, 0)):
+        address = _address_of(memory)
+        self._pinned[address] = memory
+        if code := int(self._runtime.cudaHostRegister(address, nbytes, 0)):
+            del self._pinned[address]
             raise MemoryError(
                 f"{nbytes:,} bytes of host memory cannot be pinned (CUDA error {code}); {self.nbytes:,} are. Offload "
                 "less, or raise the memory of the container and its limit of locked memory (ulimit -l)."
             )
-        self.nbytes += nbytes
         return memory
 
     def _unpin(self, memory: mmap.mmap) -> None:
-        self._cuda.cudart().cudaHostUnregister(_address_of(memory))
-        self.nbytes -= len(memory)
+        if not int(self._runtime.cudaHostUnregister(address := _address_of(memory))):
+            del self._pinned[address]
 
 
 def _address_of(memory: mmap.mmap) -> int:
@@ -288,7 +317,7 @@ def _address_of(memory: mmap.mmap) -> int:
 
 @functools.cache
 def _pinned(cuda: Any) -> Pinned:
-    return Pinned(cuda)
+    return Pinned(cuda.cudart(), mark_streams)
 
 
 class HasLock(Protocol):

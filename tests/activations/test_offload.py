@@ -1,7 +1,9 @@
 """Offload of activations: what moves, in which order, and that no bit changes."""
 
 import dataclasses
+import random
 import threading
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -752,13 +754,33 @@ def test_a_buffer_has_the_size_of_its_tensor_and_serves_others_up_to_a_quarter_s
     smaller = pool.take(801)
     assert smaller.whole is first.whole
     assert smaller.memory.shape == (801,)
-    assert pool.total_bytes == pool.in_use_bytes == 1001
+    assert (pool.total_bytes, pool.in_use_bytes) == (1001, 801)
     pool.give(smaller)
-    much_smaller = pool.take(800)
-    assert much_smaller.whole.numel() == 800
-    assert pool.in_use_bytes == 800
     larger = pool.take(1002)
     assert larger.whole.numel() == 1002
+    assert first.whole.numel() not in pool._free, "the pool had no room for both"
+
+
+def test_lengths_that_vary_pin_nothing_after_the_longest() -> None:
+    """Each step has hidden values and products four times as large, of another length."""
+    bus, pinned = EmulatedBus(), Counter[int]()
+    pool, allocate = HostPool(bus), bus.allocate
+
+    def counted(nbytes: int) -> Tensor:
+        pinned[nbytes] += 1
+        return allocate(nbytes)
+
+    bus.allocate = counted  # type: ignore[method-assign]
+    lengths = random.Random(0)
+    for step in range(60):
+        length = 2048 if step == 20 else lengths.randrange(512, 2048, 64)
+        before = pinned.total()
+        buffers = [pool.take(length * each) for each in (16, 64) * 6]
+        for buffer in buffers:
+            pool.give(buffer)
+        assert step < 30 or pinned.total() == before
+        assert pool.total_bytes <= 1.5 * pool.peak_bytes
+    assert pool.peak_bytes == 2048 * 80 * 6
 
 
 def test_the_best_of_the_free_buffers_is_used() -> None:
@@ -768,6 +790,7 @@ def test_the_best_of_the_free_buffers_is_used() -> None:
         pool.give(buffer)
     assert pool.take(1040).whole is buffers[1].whole
     assert pool.take(1040).whole is buffers[2].whole
+    assert pool.take(900).whole is buffers[0].whole, "the pool is full"
 
 
 def test_the_pool_is_bounded() -> None:

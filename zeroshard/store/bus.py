@@ -30,7 +30,7 @@ SMALL_BYTES = 2**18
 SPARE = 1.25
 """Maximum size of all buffers on the host, as a multiple of the peak bytes in use."""
 SIMILAR = 1.25
-"""How many times as large as a tensor a buffer may be that is used again."""
+"""How many times as large as a tensor a buffer is at most that is used again, unless the pool is full."""
 
 
 def carry(device: torch.device, lane: Lane, to: Tensor, source: Tensor) -> devices.Mark | None:
@@ -342,8 +342,8 @@ class HostBuffer:
 class HostPool:
     """Reusable host memory: pinning memory takes longer than copying to it.
 
-    A new buffer has the size of its tensor, and serves later tensors of similar size. Free buffers are released if the
-    pool would exceed `SPARE` times the peak bytes in use.
+    A new buffer has the size of its tensor, and serves later tensors of similar size. Where the pool would exceed
+    `SPARE` times the peak bytes in use, any larger buffer serves; without one, free buffers are released.
 
     Args:
         bus: the bus that allocates buffers.
@@ -353,15 +353,15 @@ class HostPool:
         self.bus = bus
         self._free: dict[int, list[HostBuffer]] = {}
         self.in_use_bytes = self.peak_bytes = self.total_bytes = 0
-        """Of whole buffers: in use, peak in use, and in use or free."""
+        """In use, peak in use, and of all buffers."""
 
     def take(self, nbytes: int) -> HostBuffer:
         """Return a buffer (nbytes,) with undefined content."""
-        sizes = (size for size, free in self._free.items() if free and nbytes <= size <= SIMILAR * nbytes)
-        size = min(sizes, default=0)
-        self.in_use_bytes += size or nbytes
+        self.in_use_bytes += nbytes
         self.peak_bytes = max(self.peak_bytes, self.in_use_bytes)
-        if size:
+        size = min((size for size, free in self._free.items() if free and size >= nbytes), default=0)
+        is_full = self.total_bytes + nbytes > SPARE * self.peak_bytes
+        if size and (size <= SIMILAR * nbytes or is_full):
             buffer = self._free[size].pop()
         else:
             self._give_up(nbytes)
@@ -373,9 +373,8 @@ class HostPool:
 
     def give(self, buffer: HostBuffer) -> None:
         """Return a buffer to the pool; a later transfer into it waits for transfers under way."""
-        size = buffer.whole.numel()
-        self.in_use_bytes -= size
-        self._free.setdefault(size, []).append(buffer)
+        self.in_use_bytes -= buffer.memory.numel()
+        self._free.setdefault(buffer.whole.numel(), []).append(buffer)
 
     def _give_up(self, size: int) -> None:
         """Make room for a buffer by releasing free buffers, largest first."""

@@ -243,7 +243,7 @@ class HostLanding(Landing):
         super().__init__(device)
         self._tell, self._leaving = tell, leaving
         self._blocks = defaultdict[tuple[int, torch.dtype], list[Tensor]](list)
-        """Memory that was pinned, for each step."""
+        """Large memory that was pinned, for each step."""
         self._left: devices.Mark | None = None
 
     @property
@@ -255,6 +255,8 @@ class HostLanding(Landing):
         """See `Landing`."""
         if not self.is_far:
             return torch.empty(numel, dtype=dtype, device="cpu")
+        if numel * dtype.itemsize < devices.EXACT_BYTES:
+            return devices.pinned((numel,), dtype)
         blocks = self._blocks[numel, dtype]
         block = next((one for one in blocks if users_of_storage(one) == 1), None)
         if block is None:
