@@ -7,6 +7,7 @@ gradients are reduced. Read `Leaving` first.
 from abc import ABC, abstractmethod
 from collections import defaultdict, deque
 from collections.abc import Callable
+from itertools import chain
 from typing import NamedTuple, final
 
 import torch
@@ -118,9 +119,8 @@ class DeviceLanding(Landing):
 
 
 class _Sent(NamedTuple):
-    """Gradients of a bucket that leave: whose they are, their memory on the device, the event of the last copy."""
+    """A gradient that leaves: its memory on the device, and the event of the last copy."""
 
-    owner: Landing
     values: Tensor
     left: devices.Mark
 
@@ -143,7 +143,8 @@ class Leaving:
     def __init__(self, device: torch.device, nbytes: int) -> None:
         self._device, self._nbytes = device, nbytes
         self._buffers: deque[Buffer] = deque()
-        self._under_way: deque[_Sent] = deque()
+        self._under_way: dict[Landing, list[_Sent]] = {}
+        """By bucket, the one that sent last at the end."""
 
     def send(
         self, owner: Landing, target: Tensor, values: Tensor, scale: float, written: devices.Mark | None, adds: bool
@@ -172,19 +173,16 @@ class Leaving:
             if adds:
                 after.append(self._bring(room, to, [one for one in (buffer.copied, written) if one is not None]))
             left = buffer.copied = self._take(to, piece, after, room, scale, adds=adds)
-        self._under_way.append(_Sent(owner, values, left))
+        self._under_way[owner] = sent = self._under_way.pop(owner, [])
+        sent.append(_Sent(values, left))
         return left
 
     def _make_room(self, owner: Landing) -> None:
         """Have the stream of the backward wait for the gradients of all buckets but this one and the last one."""
-        last = next((one.owner for one in reversed(self._under_way) if one.owner is not owner), owner)
-        staying = deque[_Sent]()
-        for one in self._under_way:
-            if one.owner in (owner, last):
-                staying.append(one)
-            else:
+        last = next((one for one in reversed(self._under_way) if one is not owner), owner)
+        for other in [one for one in self._under_way if one not in (owner, last)]:
+            for one in self._under_way.pop(other):
                 one.left.wait()
-        self._under_way = staying
 
     def _bring(self, room: Tensor, source: Tensor, after: list[devices.Mark]) -> devices.Mark:
         """Copy memory of the host to a buffer, after these events."""
@@ -221,12 +219,12 @@ class Leaving:
 
     def forget(self, owner: Landing) -> None:
         """Give back the memory of a bucket's gradients, which have arrived."""
-        self._under_way = deque(one for one in self._under_way if one.owner is not owner)
+        self._under_way.pop(owner, None)
 
     def end_pass(self) -> None:
         """Give back all memory; the allocator uses it again when the copies are over."""
-        under_way, self._under_way = self._under_way, deque()
-        for one in under_way:
+        under_way, self._under_way = self._under_way, {}
+        for one in chain.from_iterable(under_way.values()):
             devices.used_on(self._device, "out", one.values)
 
 
