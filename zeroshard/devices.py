@@ -270,15 +270,15 @@ class Pinned:
         nbytes = math.prod(shape) * dtype.itemsize
         with self._lock:
             done = self._done()
-            memory = next((one for one, _ in done if len(one) == nbytes), None)
-            if memory is None:
+            block = next((one for one, _ in done if len(one) == nbytes), None)
+            if block is None:
                 for one, _ in done:
                     self._unpin(one)
-                memory = self._pin(nbytes)
+                block = self._pin(nbytes)
             else:
-                self._unused.extend(one for one in done if one[0] is not memory)
-        array = (ctypes.c_char * nbytes).from_buffer(memory)
-        weakref.finalize(array, self._dropped.append, memory).atexit = False
+                self._unused.extend(one for one in done if one[0] is not block)
+        array = (ctypes.c_char * nbytes).from_buffer(block)
+        weakref.finalize(array, self._dropped.append, block).atexit = False
         storage = torch.frombuffer(array, dtype=torch.uint8).untyped_storage()
         return torch.empty(0, dtype=dtype, device="cpu").set_(storage, 0, tuple(shape))  # type: ignore[call-overload, no-any-return]
 
