@@ -483,9 +483,23 @@ ENGINE = (
     Bug(
         "gradients that leave a device are waited for at once",
         "store/landing.py",
-        "            if one.owner in (owner, last):",
-        "            if one.owner is not one.owner:",
+        "[one for one in self._under_way if one not in (owner, last)]",
+        "[*self._under_way]",
         f"{_ENGINE}/test_overlap.py::test_only_the_ends_of_a_pass_are_exposed[stage 3, float32, offload]",
+    ),
+    Bug(
+        "pinned memory of a gradient that is in use is handed out again",
+        "store/landing.py",
+        "(one for one in blocks if users_of_storage(one) == 1)",
+        "iter(blocks)",
+        f"{_ENGINE}/test_offload_leaving.py::test_gradients_that_leave_late_change_no_bit[leaves-out-1]",
+    ),
+    Bug(
+        "pinned memory is used again while a copy is under way",
+        "devices.py",
+        "(done if all(mark.query() for mark in one[1]) else self._unused)",
+        "done",
+        "tests/store/test_pinned.py::test_memory_is_used_again_once_nothing_refers_to_it_and_copies_are_over",
     ),
     Bug(
         "what comes back is added to before it is there",
@@ -1401,9 +1415,10 @@ ROOMS = (
     Bug(
         "compiled code takes a distributed gradient for None",
         "torch_private.py",
-        'if frame is not None and frame.f_code.co_name == "safe_grad":',
-        'if frame is not None and "_dynamo" in frame.f_code.co_filename:\n            return True\n        '
-        'if frame is not None and frame.f_code.co_name == "safe_grad":',
+        'if frame is None or frame.f_code.co_name != "safe_grad":',
+        'reader = frame\n    while reader is not None and "_dynamo" not in reader.f_code.co_filename:\n        '
+        "reader = reader.f_back\n    if reader is not None:\n        return True\n    "
+        'if frame is None or frame.f_code.co_name != "safe_grad":',
         "tests/engine/test_compile.py::test_compiled_code_that_reads_a_distributed_gradient_raises",
     ),
     Bug(

@@ -19,6 +19,7 @@ from tests.engine import test_offload_states as runs
 from tests.oracle import STAGES_AT, TIMEOUT_S, assert_same
 from tools.emulated import gpu
 from tools.emulated_copies import Bus, late_bus
+from zeroshard import devices
 from zeroshard.store.landing import Leaving
 from zeroshard.store.stores import FarStore
 from zeroshard.testing import run_ranks
@@ -52,6 +53,7 @@ def train(name: str, stages: list[int]) -> list[Any]:
                 stack.enter_context(nullcontext() if is_alone else gpu())
                 stack.enter_context(late_bus(bus) if is_late else nullcontext())
                 stack.enter_context(patch.object(FarStore, "_buffer_bytes", BUFFER_BYTES))
+                stack.enter_context(patch.object(devices, "EXACT_BYTES", 1))
                 counts = stack.enter_context(counted())
                 run = runs.build(name, runs.fused, stage, offload=zs.Offload() if is_late else None)
                 seen = runs.advance(name, run, range(4))
