@@ -495,13 +495,6 @@ ENGINE = (
         f"{_ENGINE}/test_offload_leaving.py::test_gradients_that_leave_late_change_no_bit[leaves-out-1]",
     ),
     Bug(
-        "pinned memory is used again while a copy is under way",
-        "devices.py",
-        "(done if all(mark.query() for mark in one[1]) else self._unused)",
-        "done",
-        "tests/store/test_pinned.py::test_memory_is_used_again_once_nothing_refers_to_it_and_copies_are_over",
-    ),
-    Bug(
         "what comes back is added to before it is there",
         "store/landing.py",
         "            for one in after[1:]:\n                one.wait()\n            if room",
@@ -1411,6 +1404,13 @@ ROOMS = (
         "return view if is_plain or not is_read_for_tracing() else None",
         "return view",
         "tests/engine/test_compile.py::test_gradients_are_held_while_torch_compiles_for_another_shape",
+    ),
+    Bug(
+        "pinned memory is used again while a copy is under way",
+        "devices.py",
+        "(done if all(mark.query() for mark in one[1]) else self._unused)",
+        "done",
+        "tests/store/test_pinned.py::test_memory_is_used_again_once_nothing_refers_to_it_and_copies_are_over",
     ),
     Bug(
         "compiled code takes a distributed gradient for None",

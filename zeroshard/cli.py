@@ -321,7 +321,7 @@ def _say(message: str) -> None:
 
 def _fail(why: str | Exception, status: int = _MISTAKE) -> NoReturn:
     """Exit with a message, or with that of an error."""
-    if isinstance(why, OSError) and why.filename:
+    if isinstance(why, OSError) and why.filename and not why.filename2:
         why = f"{why.filename}: {why.strerror}"
     print(printable(f"zeroshard: {why}"), file=sys.stderr)
     sys.exit(status)

@@ -1,7 +1,7 @@
 """CUDA devices of this process, and the streams on which a model runs.
 
-Owns every query of CUDA that decides something (device, stream, graph capture); tests replace functions of this module
-to emulate a GPU. It must not know ranks, models or collectives.
+Owns every query of CUDA that decides something (device, stream, graph capture), and pinned memory of the host; tests
+replace functions of this module to emulate a GPU. It must not know ranks, models or collectives.
 """
 
 import ctypes

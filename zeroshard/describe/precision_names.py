@@ -27,10 +27,10 @@ def precision_name(asked: object, names: Collection[str] = NAMES) -> str | None:
     if not isinstance(name, str):
         return None
     if name not in names:
-        raise refusal_of_precision(asked, names)
+        raise refusal_of_precision(asked)
     return name
 
 
-def refusal_of_precision(asked: object, names: Collection[str] = NAMES) -> ValueError:
+def refusal_of_precision(asked: object) -> ValueError:
     """Return the error for a value that is no precision."""
-    return ValueError(f"precision must be one of {', '.join(names)} or a zs.Precision; got {asked!r}.")
+    return ValueError(f"precision must be one of {', '.join(NAMES)} or a zs.Precision; got {asked!r}.")
