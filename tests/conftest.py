@@ -33,7 +33,7 @@ WITHOUT_RANKS = ("contract", "site", "store", "table", "test_durability")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the choice of a rotation."""
-    text = f"which share of the cases that rotate runs: a number, modulo {TURNS}, or all"
+    text = f"which share of the cases that rotate runs: a number, modulo {TURNS}; all; or what is common to all numbers"
     parser.addoption("--rotation", default="all", help=text)
 
 
@@ -46,7 +46,8 @@ def pytest_report_header(config: pytest.Config) -> str:
     """Say what the results depend on."""
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
     rotation = config.option.rotation
-    which = "all cases" if rotation == "all" else f"rotation {turn_of(rotation)} of 0 to {TURNS - 1}"
+    named = {"all": "all cases", "common": "cases of all rotations"}
+    which = named.get(rotation) or f"rotation {turn_of(rotation)} of 0 to {TURNS - 1}"
     return f"torch {torch.__version__}, {torch.get_num_threads()} thread, GPU: {gpu}, {which}"
 
 

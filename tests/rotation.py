@@ -10,7 +10,8 @@ four kinds of things that rotate:
 - any test of which a case takes `COSTLY_S` or more, as `tests/seconds.json` has them measured (`tools/seconds.py`).
 
 Each case that rotates runs in one of the rotations. A case that finds a planted bug (`tools/planted.py`) runs in each,
-its loops as a whole; of a product that a bug names without a case, the first does.
+its loops as a whole; of a product that a bug names without a case, the first does. The rotation "common" is what all
+of them have: bugs that it finds are found by each (`tools.planted --rotation common`).
 """
 
 import zlib
@@ -57,10 +58,12 @@ RUNNING = Running()
 
 
 def turn_of(rotation: str) -> int | None:
-    """Return which of `TURNS` turns a rotation is, or none for "all".
+    """Return which of `TURNS` turns a rotation is; none for "all", and one that no case has for "common".
 
     A rotation may be any number, such as that of commits: loops then have other values when a turn comes again.
     """
+    if rotation == "common":
+        return -1
     return None if rotation == "all" else int(rotation) % TURNS
 
 
@@ -78,6 +81,8 @@ def third(values: Iterable[Value]) -> list[Value]:
     values = list(values)
     if is_whole():
         return values
+    if RUNNING.rotation == "common":
+        return values[:1]
     shift = zlib.crc32(RUNNING.case.encode())
     return [
         value for place, value in enumerate(values) if place == 0 or (place + shift - int(RUNNING.rotation)) % 3 == 0

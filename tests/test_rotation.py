@@ -70,7 +70,8 @@ def names_of(items: Sequence[pytest.Item]) -> list[str]:
 @pytest.fixture
 def products(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """Write a file with products and with tests that are none; return its path."""
-    (tmp_path / "conftest.py").write_text(f"from {conftest.__name__} import *\n")
+    hooks = [name for name in vars(conftest) if name.startswith("pytest_")]
+    (tmp_path / "conftest.py").write_text(f"from {conftest.__name__} import {', '.join(hooks)}\n")
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = product\n rotates\n gpu\n")
     (tmp_path / "test_generated.py").write_text(PRODUCTS)
     monkeypatch.chdir(tmp_path)
@@ -96,6 +97,8 @@ def test_rotations_are_everything_together(products: str, monkeypatch: pytest.Mo
     # Each case that rotates has one rotation.
     together = [name for part in parts for name in part]
     assert len(together) == len({*together}) == 12 + 1 + 2 + 1 + 6 + 1
+    common = names_of(split(items, "common")[0])
+    assert common == [name for name in everything if any(text in name for text in always)]
 
 
 def test_a_product_of_this_suite_rotates() -> None:
@@ -104,7 +107,8 @@ def test_a_product_of_this_suite_rotates() -> None:
     assert set().union(*parts) == set(everything)
     assert max(map(len, parts)) < 0.4 * len(everything)
     planted = {bug.test.rpartition("/")[2] for bug in BUGS if bug.test.startswith("tests/engine/test_parity.py::")}
-    assert planted and planted <= set(everything).intersection(*parts)
+    common = set(everything).intersection(*parts)
+    assert planted and planted <= common == {*names_of(split(items, "common")[0])}
 
 
 def test_tests_that_rotate_together_have_one_rotation(products: str) -> None:

@@ -2,7 +2,7 @@
 
     python -m tools.planted
     python -m tools.planted --only flush
-    python -m tools.planted --rotation 0
+    python -m tools.planted --rotation common
 
 Owns the bugs, each with its test. A test that passes with its bug, or fails without it, makes the exit status 1.
 
@@ -14,7 +14,8 @@ Note: hangs
     is stopped after `LIMIT_S` and counts as one that does not find its bug.
 Note: rotations
     A case of a product that a bug names runs in each rotation (`tests/rotation.py`). A bug that names a whole product,
-    or a file, must be found by the cases that the rotation has: with `--rotation` these are run.
+    or a file, must be found by the cases that the rotation has: with `--rotation` these are run, with `common` those
+    that each rotation has.
 """
 
 import argparse
@@ -1998,7 +1999,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Plant bugs, and see whether the tests find them.")
     parser.add_argument("--only", default="", help="bugs with this text in their name or file")
     parser.add_argument(
-        "--rotation", default="all", help="as of pytest: a number, for a share of the cases that rotate"
+        "--rotation", default="all", help="as of pytest: a number, or common: a share of the cases that rotate"
     )
     parser.add_argument("--output", type=Path, help="a file for what came of it, as JSON")
     arguments = parser.parse_args()
