@@ -23,7 +23,6 @@ LAYERS = (
     "torch_groups",
     "torch_checks",
     "accelerate_private",
-    "arguments",
     "devices",
     "transformers_files",
     "watch",
@@ -44,7 +43,6 @@ LAYERS = (
     "checkpoint",
     "plan",
     "evidence",
-    "rehearse",
     "report",
     "loader",
     "misuse",
@@ -161,6 +159,19 @@ def reasons_against(layer: str, target: str) -> list[str]:
     if layer == "optim" and below not in OPTIM_READS:
         return [f"optim imports {target}: it is torch's optimizers alone"]
     return []
+
+
+def layers_in_docs() -> list[str]:
+    """Return the layers in the first column of docs/design.md's table, from top to bottom."""
+    section = (REPOSITORY / "docs/design.md").read_text().partition("## Layers")[2].partition("\n## ")[0]
+    cells = [row.split("|")[1] for row in section.splitlines() if row.startswith("| `")]
+    names = [name for cell in cells for name in re.findall("`([^`]*)`", cell)]
+    return [name.removesuffix("/__init__.py").removesuffix(".py").rstrip("/") for name in names]
+
+
+def test_the_page_has_the_same_layers() -> None:
+    assert layers_in_docs() == [*reversed(LAYERS)]
+    assert {layer_of(module.name) for module in package_modules()} == {*LAYERS}
 
 
 def test_imports_point_downwards() -> None:

@@ -1,4 +1,4 @@
-"""Bytes held and bytes sent are what design.md section 8 says, to the byte.
+"""Bytes held and bytes sent are those of the residency table (docs/design.md), to the byte.
 
 `Even` has parameters whose shards need no padding at 2, 3 and 4 ranks, so that the formulas hold on each rank; `Odd`
 needs padding, so that they hold for the sum over ranks and padding is counted apart.
@@ -33,7 +33,7 @@ def even_loss(model: nn.Module, step: int, rank: int, micro: int = 0) -> Tensor:
 
 
 def factors(stage: int, world: int) -> dict[str, float]:
-    """Return bytes of a parameter, on one rank, by column. Source: design.md section 8, fp32."""
+    """Return bytes of a parameter, on one rank, by column. Source: Rajbhandari et al. 2020, figure 1, for fp32."""
     table = {
         0: {"parameters": BYTES, "gradients": BYTES, "states": STATE_BYTES},
         1: {"parameters": BYTES, "gradients": BYTES, "states": STATE_BYTES / world},

@@ -40,11 +40,11 @@ def treatment_of(
     """Return the treatment of saved tensors; None if activations are kept.
 
     Args:
-        kinds: creates the links; by default those of an engine.
+        kinds: creates the links of some cells otherwise than for an engine.
     """
     if not any(cell.chains):
         return None
-    kinds = LINKS if kinds is None else kinds
+    kinds = {**LINKS, **(kinds or {})}
     made: dict[Treated, Link] = {}
     links: dict[int, list[Link]] = {}
     for number, plan in enumerate(plans):

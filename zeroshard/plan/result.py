@@ -16,6 +16,7 @@ from zeroshard.plan.machine.retries import NO_RETRIES, Retries
 from zeroshard.plan.margins import kind_of, margin_of
 from zeroshard.plan.numbers import bar, count, seconds
 from zeroshard.plan.step.film import COLUMNS, Event, Film, LaneSpan
+from zeroshard.table.cells import FAR
 from zeroshard.table.sizes import GIB, size_text
 
 __all__ = ["Change", "Plan", "RankClass", "Verdict", "film_columns", "verdict_of", "wide_bytes"]
@@ -382,7 +383,7 @@ def _offloaded(plan: Plan) -> list[str]:
     kept, lanes = plan.ranks[plan.shown].elsewhere_bytes, plan.film.busy_s
     if not kept:
         return []
-    places = ", ".join(f"{size_text(nbytes)} {PLACES[memory]}" for memory, nbytes in sorted(kept.items()))
+    places = ", ".join(f"{size_text(nbytes)} {FAR[memory]}" for memory, nbytes in sorted(kept.items()))
     host = f"{plan.host_bytes / GIB:.1f} of {plan.asked.device.host_bytes / GIB:.1f} GiB of the node's memory"
     busy = ", ".join(f"{what} {seconds(lanes[lane])}" for lane, what in LANES.items() if lanes.get(lane))
     return [
@@ -420,7 +421,6 @@ def _places(plan: Plan) -> list[str]:
     ]
 
 
-PLACES: Final = MappingProxyType({"host": "on the host", "file": "in files"})
 LANES: Final = MappingProxyType(
     {
         "out": "bus to the host",

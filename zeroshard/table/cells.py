@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from types import MappingProxyType
 from typing import Final, Literal, final, get_args
 
 from zeroshard.table.activations import Activations, fits
@@ -18,8 +19,8 @@ __all__ = ["Cell", "DEVICE", "Elsewhere", "FAR", "Place", "Replicated", "Residen
 
 
 DEVICE: Final = "device"
-FAR: Final = ("host", "file")
-"""The other memories; `store/stores.py` has a class for each."""
+FAR: Final = MappingProxyType({"host": "on the host", "file": "in files"})
+"""The other memories, in words; `store/stores.py` has a class for each."""
 Until = Literal["use", "backward", "step"]
 
 
@@ -210,8 +211,7 @@ class Elsewhere(Cell):
 
     def __str__(self) -> str:
         # Without the folder, which may differ between ranks.
-        words = {"host": "on the host", "file": "in files"}[self.memory]
-        return f"{self.inner}, {f'{self.fraction:.0%} ' * (self.fraction < 1)}{words}"
+        return f"{self.inner}, {f'{self.fraction:.0%} ' * (self.fraction < 1)}{FAR.get(self.memory, self.memory)}"
 
 
 @dataclass(frozen=True)

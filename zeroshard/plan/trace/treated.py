@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from zeroshard.activations import treatment_of
 from zeroshard.activations.compress import Compress
 from zeroshard.activations.offloaded import Offload
-from zeroshard.activations.partition import Axis, Partition
+from zeroshard.activations.partition import Axis
 from zeroshard.activations.products import Products
 from zeroshard.activations.recompute import recompute
 from zeroshard.activations.saved import Saved
@@ -27,7 +27,7 @@ from zeroshard.plan.shape.tape import Exchange
 from zeroshard.plan.trace.recorder import Recorder
 from zeroshard.plan.trace.uses import UnitWatch
 from zeroshard.store.bus import Bus, Lane, Transfer
-from zeroshard.table.activations import Activations, Compressed, Offloaded, Partitioned
+from zeroshard.table.activations import Activations, Compressed, Offloaded
 from zeroshard.table.schedule import ROOT
 from zeroshard.table.trace import Ledger
 from zeroshard.torch_private import graph_task, is_called_by_checkpoint
@@ -67,7 +67,6 @@ class Treated(Saved):
             return self._compressions[-1]
 
         kinds: Mapping[Any, Callable[[Any, Axis], Any]] = {
-            Partitioned: lambda cell, axis: Partition(axis),
             Compressed: compress,
             Offloaded: lambda cell, axis: Offload(cell, _Bus(small_bytes, self._copy)),
         }
