@@ -118,7 +118,7 @@ def all_held_bytes() -> list[list[tuple[dict[str, int], dict[str, int]]]]:
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_bytes_are_the_papers_and_two_more_where_gradients_are_held_in_fp32(world_size: int) -> None:
     n = world_size
-    # Bytes a parameter. Source: Rajbhandari et al. 2020, figure 1; by default gradients are held in fp32: 4 bytes and not 2.
+    # Bytes a parameter. Source: Rajbhandari et al. 2020, figure 1; by default gradients take 4 bytes and not 2.
     expected = [
         [16, 4 + 12 / n, 2 + 14 / n, 16 / n],
         [18, 6 + 12 / n, 2 + 16 / n, 18 / n],

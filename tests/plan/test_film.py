@@ -77,7 +77,7 @@ def test_transient_bytes_are_those_of_the_table_for_plain_units(wire: Wire, kept
     """Each unit used once, without activations: what is whole, lands and travels is what the engine expects."""
     parameters = {"": (("a", 64),), **{f"u{n}": (("w", 1 << 16), ("b", 256)) for n in range(6)}}
     units = specs_of(parameters, row_with_parameters(row_of_stage(3), kept), FP32, 4)
-    tape = Tape(4, 0)
+    tape = Tape(0)
     tape.add("f", [], [4], weight_bytes=4)
     parts = instructions(tape)
     spans = {"shard": Span(4, 4)}

@@ -125,6 +125,10 @@ def test_a_step_has_the_tokens_that_are_asked_for() -> None:
     assert plan.asked.micro_batches == 4
     assert plan.asked.tokens_per_step == 16384
     assert plan == make_plan("gpt2", world_size=8, tensor=2, batch=2, seq=512, micro_batches=4, device="a100-40")
+    piped = make_plan("gpt2", world_size=4, pipe=2, schedule="interleaved", seq=512, batch_tokens=16384)
+    assert (piped.asked.micro_batches, piped.asked.chunks) == (16, 2)
+    with pytest.raises(ValueError, match="micro_batches=1 is below the 2 places of the pipe"):
+        make_plan("gpt2", world_size=4, pipe=2, seq=512, batch_tokens=1024)
 
 
 def test_a_context_may_be_longer_than_the_configuration() -> None:

@@ -72,12 +72,6 @@ def test_a_step_gives_back_all_that_it_takes(parts: int, is_offloaded: bool) -> 
     assert left[1] == {handed: INPUT_BYTES}
 
 
-def test_what_keeps_activations_has_no_input_to_part() -> None:
-    tape = tapes(MODEL, LOAD)["block"]
-    with pytest.raises(ValueError, match="input_parts=2, is_input_offloaded=False: only recomputation"):
-        instructions(tape, input_parts=2)
-
-
 def film(parts: int, *, is_offloaded: bool = False, keeps_gradients: bool = False) -> Film:
     # A host that queues kernels slowly would hide the copies.
     device = replace(DEVICES["v100-32"], node_ranks=16, queue_s=0.0, exchange_s=0.0)

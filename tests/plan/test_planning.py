@@ -19,6 +19,7 @@ from zeroshard.optim.keeps import state_cost
 from zeroshard.plan.job import Options
 from zeroshard.plan.machine.allocator import simulate
 from zeroshard.plan.machine.presets import DEVICES
+from zeroshard.plan.machine.profiles import host_device
 from zeroshard.plan.machine.retries import NO_RETRIES, Retries
 from zeroshard.plan.margins import margin_of
 from zeroshard.plan.named import OPTIMIZERS, PRECISIONS
@@ -178,6 +179,12 @@ def test_a_config_file_is_read(tmp_path: Path) -> None:
 def test_what_no_run_could_have_is_refused(options: dict[str, object], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         make_plan("llama-3-8b", **options)  # type: ignore[arg-type]
+
+
+def test_an_update_on_a_cpu_that_is_not_fused_takes_memory() -> None:
+    looped, fused = (make_plan("gpt2", world_size=2, seq=64, device=host_device(), fused=one) for one in (False, True))
+    embedding_bytes = 4 * 50257 * 768
+    assert looped.film.peak[0] - fused.film.peak[0] == pytest.approx(embedding_bytes, rel=1e-4)
 
 
 def test_something_else_than_a_model_is_refused() -> None:

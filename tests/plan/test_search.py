@@ -83,6 +83,17 @@ def test_none_may_fit() -> None:
     assert "none" in str(found)
 
 
+@pytest.mark.parametrize("name", ["world_size", "stages", "batches", "tensors", "pipes", "activations"])
+def test_a_search_needs_values_to_try(name: str) -> None:
+    with pytest.raises(ValueError, match=f"^{name}: a search needs at least one value to try; got none"):
+        zs.search("gpt2", **{"world_size": 2, name: ()})  # type: ignore[arg-type]
+
+
+def test_one_copy_for_each_node_is_tried() -> None:
+    found = zs.search("gpt2", world_size=24, prune=False, **SMALL | {"stages": (1,)})  # type: ignore[arg-type]
+    assert {one.options.replicas for one in found.candidates} == {1, 2, 3}
+
+
 @pytest.mark.rotates
 def test_a_step_has_the_tokens_that_are_asked_for() -> None:
     found = zs.search("gpt2", world_size=8, batch_tokens=64 * 1024, **SMALL)  # type: ignore[arg-type]

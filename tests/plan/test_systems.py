@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from torch.distributed.device_mesh import init_device_mesh
 
 from zeroshard import cli
 from zeroshard.plan.machine.presets import DEVICES, device_named
@@ -15,6 +16,7 @@ from zeroshard.plan.result import Plan
 from zeroshard.plan.systems import SYSTEMS
 from zeroshard.report.plans import read_sources
 from zeroshard.table.stages import row_of_stage
+from zeroshard.torch_groups import emulated_group
 
 GIB = 2**30
 
@@ -184,3 +186,12 @@ def test_a_kind_without_runs_takes_the_widest_margin_and_says_so() -> None:
     assert "pipe, parameters sharded" not in MEMORY
     assert margin_of(made.asked).nine_tenths == max(one.nine_tenths for one in MEMORY.values())
     assert "not proven on runs of this kind (pipe, parameters sharded)" in str(made)
+
+
+def test_a_mesh_splits_tokens_as_the_number_of_tensor_ranks_does() -> None:
+    with emulated_group(16):
+        mesh = init_device_mesh("cpu", (2, 8), mesh_dim_names=("shard", "tensor"))
+        named = make_plan("llama-3-8b", world_size=16, mesh=mesh, system="megatron-lm", seq=2048)
+    counted = make_plan("llama-3-8b", world_size=16, tensor=8, system="megatron-lm", seq=2048)
+    assert named.asked == counted.asked
+    assert counted.asked.is_sequence_parallel

@@ -9,8 +9,8 @@ from torch import nn
 from benchmarks.peaks import peak_of
 from tests.plan.saved import Shape, saved_bytes
 from zeroshard.plan.machine.hardware import Cost
-from zeroshard.plan.shape.shapes import Transformer, gpt
-from zeroshard.plan.shape.tape import Exchange, Tape, coarse, instructions, most_bytes
+from zeroshard.plan.shape.shapes import SHAPES, Transformer, gpt
+from zeroshard.plan.shape.tape import INPUT, Exchange, Tape, coarse, instructions, most_bytes
 from zeroshard.plan.shape.transformer import Kernels, Workload, tapes
 from zeroshard.plan.trace.events import Phase
 from zeroshard.plan.trace.tracer import trace_step
@@ -76,24 +76,24 @@ def test_weights_of_a_tape_are_the_parameters_of_its_unit() -> None:
 
 def test_a_second_gradient_is_added_in_place_once_the_first_is_alone() -> None:
     """x + f(x): the gradient of the sum goes on as it is, and that of f is added to it."""
-    tape = Tape(2, 100)
-    y = tape.add("f", [tape.input], [100], [tape.input])
-    tape.add("sum", [tape.input, y], [100], passes=True)
+    tape = Tape(100)
+    y = tape.add("f", [INPUT], [100], [INPUT])
+    tape.add("sum", [INPUT, y], [100], passes=True)
     made = [one for one in instructions(tape).backward if one.kind == "make"]
     assert [one.what for one in made] == ["f backward"]
     assert instructions(tape).backward_bytes == 100
 
 
 def test_two_gradients_in_use_make_a_third() -> None:
-    tape = Tape(2, 100)
-    y = tape.add("f", [tape.input], [100], [tape.input])
+    tape = Tape(100)
+    y = tape.add("f", [INPUT], [100], [INPUT])
     z = tape.add("g", [y], [100], [y])
     tape.add("sum", [y, z], [100], passes=True)
     assert [one.what for one in instructions(tape).backward if one.kind == "make"] == ["g backward", "f backward"]
-    w = Tape(2, 100)
-    a = w.add("f", [w.input], [100], [w.input])
-    s = w.add("sum", [a, w.input], [100], passes=True)
-    w.add("sum again", [s, w.input], [100], passes=True)
+    w = Tape(100)
+    a = w.add("f", [INPUT], [100], [INPUT])
+    s = w.add("sum", [a, INPUT], [100], passes=True)
+    w.add("sum again", [s, INPUT], [100], passes=True)
     makes = [one.what for one in instructions(w).backward if one.kind == "make"]
     assert makes == ["sum backward", "f backward"]  # the gradient of the last sum is that of both its inputs
 
@@ -154,9 +154,14 @@ def test_scores_are_kept_where_attention_is_not_fused() -> None:
     assert more == 5 * scores - 4 * BATCH * SEQUENCE * GPT.heads
 
 
-def test_an_unknown_treatment_is_refused() -> None:
-    with pytest.raises(ValueError, match="treatment must be one of keep, recompute, recompute-rest; got 'forget'"):
-        instructions(Tape(2, 4), "forget")
+@pytest.mark.parametrize("is_sequence_parallel", [False, True])
+def test_results_of_experts_are_summed_over_the_tensor_ranks(is_sequence_parallel: bool) -> None:
+    load = Workload(batch=BATCH, sequence=SEQUENCE, tensor=4, is_sequence_parallel=is_sequence_parallel)
+    dense, mixed = (
+        [one.exchange for one in instructions(tapes(SHAPES[name], load)["block"]).forward if one.kind == "exchange"]
+        for name in ("llama-3-8b", "mixtral-8x7b")
+    )
+    assert mixed == dense and len(dense) == (4 if is_sequence_parallel else 2)
 
 
 def test_costs_of_products_have_their_shape() -> None:

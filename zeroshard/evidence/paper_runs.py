@@ -34,7 +34,7 @@ from zeroshard.plan.machine.presets import DEVICES
 from zeroshard.plan.named import OPTIMIZERS, PRECISIONS, own_units, specs_of, updates_of
 from zeroshard.plan.shape.shapes import Transformer, gpt
 from zeroshard.plan.shape.tape import Parts, instructions
-from zeroshard.plan.shape.transformer import Kernels, Workload, cached_tapes
+from zeroshard.plan.shape.transformer import Kernels, Workload, tapes
 from zeroshard.plan.step.film import Film
 from zeroshard.plan.step.rank_job import Call, Job
 from zeroshard.plan.step.simulate import make_film
@@ -150,7 +150,7 @@ def parts_of(model: Transformer, load: Workload, row: Residency) -> dict[str, Pa
     """Return the instructions of embedding, block and head, with the row's treatment of activations for blocks."""
     kinds: dict[type[Treated], Treated] = {type(link): link for link in row.activations.chain}
     found = {}
-    for name, tape in cached_tapes(model, load).items():
+    for name, tape in tapes(model, load).items():
         is_treated = name == "block" and Recomputed in kinds
         found[name] = instructions(
             tape,

@@ -16,12 +16,12 @@ from zeroshard.describe.exchanges import Foreseen, foresee
 from zeroshard.describe.offload import Offload, check_in_files, row_with
 from zeroshard.describe.parameters import check_patterns
 from zeroshard.plan.machine.hardware import Cost, Device, Span
-from zeroshard.plan.named import OPTIMIZERS, PRECISIONS, States, own_units, specs_of, updates_of
+from zeroshard.plan.named import OPTIMIZERS, PRECISIONS, States, own_units, passing_bytes_of, specs_of, updates_of
 from zeroshard.plan.places import layers_of
 from zeroshard.plan.shape.nanotron import nanotron_parts
 from zeroshard.plan.shape.shapes import Transformer
 from zeroshard.plan.shape.tape import Parts, coarse, instructions
-from zeroshard.plan.shape.transformer import Workload, cached_tapes
+from zeroshard.plan.shape.transformer import Workload, tapes
 from zeroshard.plan.step.rank_job import Account, Job, Piped, account_of
 from zeroshard.plan.step.script import Call, script_of
 from zeroshard.plan.step.system import ZEROSHARD, System, device_of
@@ -321,6 +321,7 @@ def job_of_shape(
     sharding = model, own, options.tensor, row, formats, options.shard_ranks, options.replicas, rank, system.keeps_last
     specs = specs_of_layers(*sharding)
     updates, account = _account(options.optimizer, device, *sharding)
+    passing = passing_bytes_of(updates, options.states, is_cpu=device.is_cpu, is_fused=options.is_fused)
     names = [*own_units(model)]
     for pattern, _ in options.row.activations.units:
         if not any(fits(name, pattern) for name in names):
@@ -346,6 +347,7 @@ def job_of_shape(
         options.spans,
         options.micro_batches,
         2 * load.tokens * TOKEN_BYTES,
+        passing_bytes=passing,
         account=account,
         host_ranks=options.node_processes,
         is_early=options.is_filed,
@@ -501,7 +503,7 @@ def parts_of(
         return nanotron_parts(model, load.batch, load.sequence, load.tensor)[kind]
     if summed is None:
         return instructions(
-            cached_tapes(model, load)[kind],
+            tapes(model, load)[kind],
             treatment.name,
             input_parts=treatment.input_parts,
             is_input_offloaded=treatment.is_input_offloaded,

@@ -25,9 +25,8 @@ __all__ = [
     "PRECISIONS",
     "States",
     "Whole",
-    "checked_bytes_of",
-    "kernel_bytes_of",
     "own_units",
+    "passing_bytes_of",
     "specs_of",
     "updates_of",
 ]
@@ -85,7 +84,7 @@ class Whole:
         cost: of an update by shape, as owners are balanced.
         keeps: elements of states by shape.
         counter_bytes: that it keeps for each parameter beside.
-        kind: of the update, a key of `plan.owners.KINDS`.
+        kind: of the update, a key of `plan.step.turns.KINDS`.
     """
 
     takes: Callable[[str, Shape], bool]
@@ -126,13 +125,13 @@ OPTIMIZERS: Final[Mapping[str, States]] = MappingProxyType(
 """Optimizers by name, as torch and `zs.optim` keep their states."""
 
 
-def own_units(model: Transformer, tensor: int = 1, expert_ranks: int = 1) -> Mapping[str, Parameters]:
+def own_units(model: Transformer, tensor: int = 1) -> Mapping[str, Parameters]:
     """Return the parameters of each unit that one tensor rank holds, by name; the root comes first."""
     found = dict(model.units())
     prefix = "transformer.h." if model.block == "gpt2" else "model.layers."
     for name in found:
         if name.startswith(prefix):
-            found[name] = model.block_parameters(int(name.removeprefix(prefix)), tensor, expert_ranks)
+            found[name] = model.block_parameters(int(name.removeprefix(prefix)), tensor)
         elif name.endswith(("wte", "embed_tokens", "lm_head")):
             found[name] = (("weight", -(-model.vocabulary // tensor) * model.hidden),)
     return MappingProxyType(found)
@@ -177,7 +176,14 @@ def updates_of(
     return make_updates(entries, (states.per_element, states.counter_bytes, *packed))
 
 
-def kernel_bytes_of(updates: Sequence[Updates], states: States) -> int:
+def passing_bytes_of(updates: Sequence[Updates], states: States, *, is_cpu: bool, is_fused: bool) -> tuple[int, int]:
+    """Return what updates take on a CPU beside the states: the optimizer's kernels, and the check of gradients."""
+    if not is_cpu:
+        return 0, 0
+    return 0 if is_fused else _kernel_bytes(updates, states), _checked_bytes(updates)
+
+
+def _kernel_bytes(updates: Sequence[Updates], states: States) -> int:
     """Return what the kernels of an optimizer that updates one parameter after the other take at most."""
     most = 0
     for bucket, index in (place for one in updates for place in one.trained.parameters):
@@ -186,7 +192,7 @@ def kernel_bytes_of(updates: Sequence[Updates], states: States) -> int:
     return states.passing * most
 
 
-def checked_bytes_of(updates: Sequence[Updates]) -> int:
+def _checked_bytes(updates: Sequence[Updates]) -> int:
     """Return the bytes of small gradients that are copied together to check that they are finite, on a CPU."""
     found = 0
     buckets = {bucket.number: bucket for one in updates for bucket, _ in one.trained.parameters}

@@ -43,7 +43,7 @@ from zeroshard.table.settings import WIRE_BYTES
 from zeroshard.table.spec import Formats
 from zeroshard.table.whole import owned_bytes
 
-__all__ = ["make_plan", "plan_alone", "plan_shape"]
+__all__ = ["LONGEST", "make_plan", "plan_alone", "plan_shape"]
 
 LISTED: Final = 12
 """Entries of a live set that a plan keeps."""
@@ -197,10 +197,10 @@ def make_plan(
     name, optimizers = optimizers_named(optimizer, model if shape is None else None, ignored)
     chosen = _precision_of(resolved.precision, shape)
     axes = dict(resolved.axes)
+    is_split = axes.get("tensor", 1) > 1
     if pipe not in (1, places := axes.get("pipe", pipe)):
         raise ValueError(f"pipe={pipe}, but mesh= has {places} rank(s) along 'pipe'. Leave pipe= out.")
     micro_batches = check_count("micro_batches", micro_batches)
-    training = training_of(schedule, places, micro_batches, chunks, reduce, recompute=recompute)
     if places > 1 < islands:
         raise ValueError("outer= with pipe=: islands have the axes 'shard' and 'tensor'. Leave out one.")
     if places == 1 and recompute:
@@ -211,11 +211,11 @@ def make_plan(
         world_size=world_size, device=preset, row=resolved.rows[0], offload=resolved.offload, system=system,
         batch=batch, sequence=seq if seq is not None else min(longest or LONGEST, LONGEST), micro_batches=micro_batches,
         replicas=axes.get("replicate", 1), tensor=axes.get("tensor", 1), islands=islands, outer=outer,
-        is_sequence_parallel=sequence_parallel or (shape is not None and tensor > 1 and system.is_sequence_parallel),
+        is_sequence_parallel=sequence_parallel or (shape is not None and is_split and system.is_sequence_parallel),
         precision=chosen[0], chosen=chosen[1], chosen_formats=chosen[2], optimizer=name, optimizers=optimizers,
         fused=fused, elementwise=elementwise, shared_memory=shared_memory, zeros=zeros, wire_bytes=wire_bytes,
         no_sync=reduce != "each" if places > 1 else no_sync or system.no_sync,
-        pipe=places, schedule=schedule, chunks=training.chunks, recompute=recompute,
+        pipe=places, schedule=schedule, recompute=recompute,
     )  # fmt: skip
     check_options(options)
     if shape is None:
@@ -228,6 +228,8 @@ def make_plan(
         inputs = made
     if batch_tokens is not None:
         options = dataclasses.replace(options, micro_batches=sums.micro_batches_of(batch_tokens, options))
+    training = training_of(schedule, places, options.micro_batches, chunks, reduce, recompute=recompute)
+    options = dataclasses.replace(options, chunks=training.chunks)
     if isinstance(cut, str) and (cut != "time" or places == 1):
         raise ValueError(f"cut= takes names of modules, or 'time', of a pipe; got {cut!r} and pipe={places}.")
     given = {"inputs": inputs, "loss": loss, "units": units, "reads": reads, "parallelize": parallelize}
@@ -334,13 +336,8 @@ def plan_module(
             from zeroshard.plan.trace.splitting import split
 
             model, units = split(model, options.tensor, parallelize, units, stack)
-        same: dict[str, Any] = {
-            "personality": "cpu" if options.device.is_cpu else "cuda",
-            "reads": reads,
-            "homes": homes,
-        }
         if not (is_known := key in known and parallelize is None):
-            known[key] = trace_places(model, options, inputs, loss, cut, units, ignored, **same)
+            known[key] = trace_places(model, options, inputs, loss, cut, units, ignored, reads=reads, homes=homes)
         traced, starts = known[key]
         traced = [one.again(options) for one in traced] if is_known else traced
     numel = traced[0].parameters_numel if options.pipe == 1 else sum(one.numel() for one in model.parameters())

@@ -28,7 +28,7 @@ from zeroshard.plan.machine.profiles import device_for
 from zeroshard.plan.named import PRECISIONS
 from zeroshard.plan.numbers import aligned, thinned
 from zeroshard.plan.offloading import choose_offload
-from zeroshard.plan.planning import plan_alone, plan_shape
+from zeroshard.plan.planning import LONGEST, plan_alone, plan_shape
 from zeroshard.plan.result import Plan
 from zeroshard.plan.shape.shapes import Transformer, shape_of
 from zeroshard.plan.step.system import ZEROSHARD
@@ -147,8 +147,9 @@ def search(
     shape, preset = shape_of(model), device_for(device)
     places = _places_of(offload, preset)
     asked_sizes = list(world_size) if isinstance(world_size, Iterable) else [world_size]
-    if not asked_sizes:
-        raise ValueError("world_size must be a number of ranks, or several; got none.")
+    values = {"world_size": asked_sizes, "stages": stages, "batches": batches, "tensors": tensors, "pipes": pipes}
+    if empty := [name for name, one in {**values, "activations": activations}.items() if not one]:
+        raise ValueError(f"{', '.join(empty)}: a search needs at least one value to try; got none.")
     named = preset.half_precision if precision is None else precision
     resolved = [
         resolve(Asked(stage=n, activations=one, precision=named), 1, precisions=PRECISIONS)
@@ -158,7 +159,7 @@ def search(
     start = Options(
         world_size=asked_sizes[0],
         device=preset,
-        sequence=seq if seq is not None else min(shape.sequence, 4096),
+        sequence=seq if seq is not None else min(shape.sequence, LONGEST),
         row=row_of_stage(0),
         precision=resolved[0].precision,
         optimizer=optimizers_named(optimizer)[0],
@@ -242,8 +243,9 @@ def _widths(options: Options) -> Iterator[Options]:
     """Yield numbers of copies: one, one for each node, and powers of two between."""
     nodes = max(1, options.place_ranks // options.device.node_ranks)
     is_sharded = options.row != dataclasses.replace(row_of_stage(0), activations=options.row.activations)
-    for power in range((nodes if is_sharded else 1).bit_length()):
-        yield dataclasses.replace(options, replicas=2**power)
+    most = nodes if is_sharded else 1
+    for replicas in sorted({most, *(2**power for power in range(most.bit_length()))}):
+        yield dataclasses.replace(options, replicas=replicas)
 
 
 def _checked(shape: Transformer, options: Options, batch_tokens: int | None) -> Options | None:

@@ -25,7 +25,7 @@ from zeroshard.describe.units import UnitPlan, plan_units
 from zeroshard.parallel.chunked import Learned
 from zeroshard.parallel.cut import Cut, cut_model, own_bytes
 from zeroshard.plan.job import Options, wire_of
-from zeroshard.plan.named import checked_bytes_of, kernel_bytes_of
+from zeroshard.plan.named import passing_bytes_of
 from zeroshard.plan.places import mixed
 from zeroshard.plan.shape.tape import Instruction
 from zeroshard.plan.step.rank_job import Job
@@ -40,7 +40,6 @@ from zeroshard.plan.trace.treated import Treated
 from zeroshard.plan.trace.uses import UnitWatch
 from zeroshard.plan.updates import updates_for
 from zeroshard.store.bus import SMALL_BYTES
-from zeroshard.table.bytes import Updates
 from zeroshard.table.pipeline import Schedule
 from zeroshard.table.schedule import ROOT
 from zeroshard.table.spec import Formats, UnitSpec
@@ -95,7 +94,6 @@ def trace_job(
     loss: Callable[[Any], Tensor] | None = None,
     *,
     units: Sequence[object] | None = None,
-    personality: str = "cuda",
     reads: Callable[[Tensor], bool | int | float] | None = None,
     homes: Mapping[int, str] = MappingProxyType({}),
     ignored: Sequence[object] = (),
@@ -127,9 +125,9 @@ def trace_job(
     check_activations(options.row.activations, plans, options.tensor)
     check_patterns(options.row, [plan.name for plan in plans])
     # The bytes that a GPU's bus moves while the host issues a copy; on a CPU all tensors move.
-    small_bytes, cell, treated = 0 if options.device.is_cpu else SMALL_BYTES, options.row.activations, None
+    is_cpu, cell, treated = options.device.is_cpu, options.row.activations, None
     if any(cell.chains):
-        treated = Treated(cell, plans, twins, options.tensor, small_bytes, options.zeros)
+        treated = Treated(cell, plans, twins, options.tensor, 0 if is_cpu else SMALL_BYTES, options.zeros)
     names = {name: number for number, plan in enumerate(plans) for name in plan.entries.values() if number != ROOT}
     ends = _Ends(model, precision, loss)
 
@@ -151,7 +149,7 @@ def trace_job(
                 copied,
                 [inputs if isinstance(inputs, Mapping) else tuple(inputs), *borders],
                 units=[name for name in names if name],
-                personality=personality,
+                personality="cpu" if is_cpu else "cuda",
                 reads=reads,
                 takes_gradients=True,
                 treated=treated,
@@ -170,6 +168,7 @@ def trace_job(
     def made(moved: Options) -> Traced:
         specs = _specs(plans, moved, precision, 0)
         updates = updates_for(specs, moved, homes)
+        passing = passing_bytes_of(updates, moved.states, is_cpu=is_cpu, is_fused=moved.is_fused)
         job = Job(
             specs,
             (),
@@ -182,8 +181,7 @@ def trace_job(
             by_category[Category.INPUT] - border_bytes,
             by_category[Category.BUFFER] + sum(local_of(p).nbytes for p in model.parameters() if id(p) in left),
             script=scripts[0] if chunks is None else None,
-            update_bytes=_update_bytes(moved, updates),
-            checked_bytes=checked_bytes_of(updates) if moved.device.is_cpu else 0,
+            passing_bytes=passing,
             host_ranks=moved.node_processes,
             is_early=moved.is_filed,
             no_sync=moved.no_sync,
@@ -225,7 +223,7 @@ def trace_places(
         return [trace(units=units, ignored=ignored)], ()
     schedule, traced = options.training, list[Traced]()
     found = cut_model(model, cut, schedule.all_chunks)
-    learn = functools.partial(_learn, model, schedule, options, inputs, loss, same["personality"], same["reads"])
+    learn = functools.partial(_learn, model, schedule, options, inputs, loss, same["reads"])
     learned, took_s = learn(found)
     if options.bytes_part is not None:
         nbytes = own_bytes(model)
@@ -247,7 +245,6 @@ def _learn(
     options: Options,
     inputs: Sequence[Any] | Mapping[str, Any],
     loss: Callable[[Any], Tensor] | None,
-    personality: str,
     reads: Callable[[Tensor], bool | int | float] | None,
     cut: Cut,
 ) -> tuple[list[Learned], Mapping[str, float]]:
@@ -265,6 +262,7 @@ def _learn(
         chunked.own = [chunk]
         step = chunks.step(chunked, chunk, [], ends.begin, ends.finish)
         given = [inputs if isinstance(inputs, Mapping) else tuple(inputs), *chunks.borders(chunk)]
+        personality = "cpu" if options.device.is_cpu else "cuda"
         trace = trace_step(step, copied, given, personality=personality, reads=reads, takes_gradients=True)
         # What no module computes is, above all, the loss: it counts with the last module.
         last = {"": [*dict(model.named_modules())][-1]} if chunk == cut.count - 1 else {}
@@ -306,12 +304,6 @@ class _Ends:
             )
         self.returned_bytes = sum(one.nbytes for one in find(out, Tensor) if one is not made)
         return made
-
-
-def _update_bytes(options: Options, updates: Sequence[Updates]) -> int:
-    """Return the temporary memory of the optimizer's kernels on a CPU, in bytes."""
-    is_counted = options.device.is_cpu and not options.is_fused
-    return kernel_bytes_of(updates, options.states) if is_counted else 0
 
 
 def _specs(plans: Sequence[UnitPlan], options: Options, precision: Precision, rank: int) -> tuple[UnitSpec, ...]:
@@ -398,16 +390,10 @@ def hang_casts(model: nn.Module, twins: Mapping[nn.Module, nn.Module], precision
         if is_kept and (own := next(module.parameters(False), None)) is not None:
             casts.append((module, own.dtype, precision.param or own.dtype))
     for module, inside, outside in casts:
-        twins[module].register_forward_pre_hook(functools.partial(_cast_in, inside), with_kwargs=True)
-        twins[module].register_forward_hook(functools.partial(_cast_out, outside))
-
-
-def _cast_in(dtype: torch.dtype, module: nn.Module, args: Any, kwargs: Any) -> Any:
-    return map_floating(args, lambda one: one.to(dtype)), map_floating(kwargs, lambda one: one.to(dtype))
-
-
-def _cast_out(dtype: torch.dtype, module: nn.Module, args: Any, out: Any) -> Any:
-    return map_floating(out, lambda one: one.to(dtype))
+        twins[module].register_forward_pre_hook(
+            lambda _, args, kwargs, to=inside: _cast((args, kwargs), to), with_kwargs=True
+        )
+        twins[module].register_forward_hook(lambda _, args, out, to=outside: _cast(out, to))
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:

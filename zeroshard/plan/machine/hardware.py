@@ -1,7 +1,6 @@
 """Devices and networks in numbers: the cost of a kernel and of a collective.
 
-Owns the presets, and the formulas that convert work into seconds. It must not know models or schedules. Each number of
-a preset is a vendor's figure or a public measurement; none comes from a run that `scorecard.py` compares with.
+Owns the formulas that convert work into seconds; `presets.py` has the presets. It must not know models or schedules.
 
 Note: what bounds a kernel
     The time of a kernel is the maximum of its arithmetic, its memory traffic and its launch. Matrix products reach a

@@ -15,12 +15,12 @@ ml-engineering (S. Bekman), "Maximum Achievable Matmul FLOPS"; Dao, FlashAttenti
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Final
+from typing import Any, Final
 
-from zeroshard.plan.machine.hardware import GB, Device
+from zeroshard.plan.machine.hardware import Device
 from zeroshard.plan.numbers import nearest
 
 __all__ = ["DEVICES", "device_named"]
@@ -30,46 +30,13 @@ SUSTAINED: Final = 0.75
 """Fraction of the speed of isolated products and attention that a step sustains: clocks drop at a device's power."""
 
 
-def _preset(
-    name: str,
-    tflops: Sequence[float],
-    mib: int,
-    rates: Sequence[float],
-    reached: tuple[int, float, float],
-    ranks: int = 8,
-    host_memory: float = 200,
-    narrow: Sequence[int] = (),
-) -> Device:
-    """Return a preset.
-
-    Args:
-        tflops: peaks of bfloat16, float16 and float32.
-        mib: device memory that a process can use, in MiB.
-        rates: bandwidths in GB/s of memory, links, a node's adapters, and to the host.
-        reached: number of multiprocessors, and the fractions of the peak that products and attention reach.
-        ranks: number of devices of a node.
-        host_memory: GB/s of an update on the host: a server, or a desktop with two channels.
-        narrow: how many times as fast as in bfloat16 products are in FP8, and in FP4.
-    """
-    peaks = dict(zip(("bfloat16", "float16", "float32"), (one * 1e12 for one in tflops), strict=True))
-    peaks |= {dtype: times * peaks["bfloat16"] for dtype, times in zip(("float8", "float4"), narrow, strict=False)}
-    memory, link, node, host = (one * GB for one in rates)
-    multiprocessors, matmul_part, attention_part = reached
+def _preset(attention_part: float, peak_flops: Mapping[str, float], **rest: Any) -> Device:
     return Device(
-        name,
-        MappingProxyType(peaks),
-        mib << 20,
-        memory,
-        link,
-        node,
-        host,
-        ranks,
-        multiprocessors=multiprocessors,
-        matmul_part=matmul_part,
+        peak_flops=MappingProxyType(peak_flops),
         attention_part=attention_part,
-        host_memory_bytes_per_s=host_memory * GB,
-        sustained_part=SUSTAINED,
         cudnn_part=max(attention_part, 0.5),
+        sustained_part=SUSTAINED,
+        **rest,
     )
 
 

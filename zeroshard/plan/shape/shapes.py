@@ -7,7 +7,6 @@ Source: the models' public configurations; for the ZeRO paper's models its table
 """
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -143,7 +142,7 @@ class Transformer:
         """Return the kind of a block: "dense" for one without experts in a model that has some, else "block"."""
         return "dense" if self.experts and not self.has_experts(layer) else "block"
 
-    def block_parameters(self, layer: int, tensor: int = 1, expert_ranks: int = 1) -> Parameters:
+    def block_parameters(self, layer: int, tensor: int = 1) -> Parameters:
         """Return the parameters of a block.
 
         Args:
@@ -156,8 +155,9 @@ class Transformer:
         names += self._norm("norm_2")
         if self.has_experts(layer):
             names.append(("router.weight", self.experts * h))
-            own = math.ceil(self.experts / expert_ranks)
-            names += [(f"experts.{n}.{m}.weight", h * self.inner // tensor) for n in range(own) for m in _GATED]
+            names += [
+                (f"experts.{n}.{m}.weight", h * self.inner // tensor) for n in range(self.experts) for m in _GATED
+            ]
             names += [(f"shared.{m}.weight", h * self.shared_inner // tensor) for m in _GATED if self.shared_inner]
         elif self.block == "gpt2":
             names += [("up.weight", h * self.inner // tensor), ("up.bias", self.inner // tensor)]
@@ -212,53 +212,12 @@ def gpt(name: str, layers: int, hidden: int, heads: int, vocabulary: int = 50257
     )  # fmt: skip
 
 
-def _llama(name: str, layers: int, hidden: int, heads: int, inner: int, **rest: Any) -> Transformer:
-    sizes = {"vocabulary": 128256, "kv_heads": 8, "sequence": 8192, **rest}
-    return Transformer(name=name, layers=layers, hidden=hidden, heads=heads, inner=inner, **sizes)
-
-
-def _qwen3(name: str, layers: int, hidden: int, heads: int, inner: int, **rest: Any) -> Transformer:
-    sizes = {"vocabulary": 151936, "kv_heads": 8, "head_width": 128, "sequence": 40960, **rest}
-    return Transformer(name=name, layers=layers, hidden=hidden, heads=heads, inner=inner, has_qk_norm=True, **sizes)
-
-
 SHAPES: Final[Mapping[str, Transformer]] = MappingProxyType(
     {
-        one.name: one
-        for one in (
-            gpt("gpt2", 12, 768, 12),
-            gpt("gpt2-medium", 24, 1024, 16),
-            gpt("gpt2-large", 36, 1280, 20),
-            gpt("gpt2-xl", 48, 1600, 25),
-            gpt("zero-1.5b", 48, 1600, 16),
-            gpt("zero-8b", 72, 3072, 24),
-            gpt("zero-40b", 88, 6144, 32),
-            gpt("zero-60b", 132, 6144, 32),
-            gpt("zero-100b", 125, 8192, 64),
-            gpt("zero-170b", 212, 8192, 64),
-            gpt("zero-1t", 128, 25600, 160, sequence=2048),
-            _llama("llama-3.2-1b", 16, 2048, 32, 8192, is_tied=True, sequence=131072),
-            _llama("llama-3.2-3b", 28, 3072, 24, 8192, is_tied=True, sequence=131072),
-            _llama("llama-3-8b", 32, 4096, 32, 14336),
-            _llama("llama-3-70b", 80, 8192, 64, 28672),
-            _llama("llama-3-405b", 126, 16384, 128, 53248, sequence=131072),
-            _llama("llama-2-7b", 32, 4096, 32, 11008, vocabulary=32000, kv_heads=32, sequence=4096),
-            _qwen3("qwen3-0.6b", 28, 1024, 16, 3072, is_tied=True),
-            _qwen3("qwen3-1.7b", 28, 2048, 16, 6144, is_tied=True),
-            _qwen3("qwen3-4b", 36, 2560, 32, 9728, is_tied=True),
-            _qwen3("qwen3-8b", 36, 4096, 32, 12288),
-            _qwen3("qwen3-14b", 40, 5120, 40, 17408),
-            _qwen3("qwen3-32b", 64, 5120, 64, 25600),
-            _qwen3("qwen3-30b-a3b", 48, 2048, 32, 768, kv_heads=4, experts=128, experts_used=8),
-            _qwen3("qwen3-235b-a22b", 94, 4096, 64, 1536, kv_heads=4, experts=128, experts_used=8),
-            _llama("mixtral-8x7b", 32, 4096, 32, 14336, vocabulary=32000, sequence=32768, experts=8, experts_used=2),
-            _llama("mixtral-8x22b", 56, 6144, 48, 16384, vocabulary=32768, sequence=65536, experts=8, experts_used=2),
-            _llama("deepseek-v3", 61, 7168, 128, 2048, vocabulary=129280, kv_heads=128, head_width=192, sequence=163840,
-                   experts=256, experts_used=8, shared_inner=2048, dense_layers=3, dense_inner=18432,
-                   latent=(1536, 512, 128, 64, 128)),
-        )
+        one["name"]: Transformer(**one | {"latent": tuple(one.get("latent", ()))})
+        for one in json.loads(Path(__file__).with_name("shapes.json").read_text())
     }
-)  # fmt: skip
+)
 """Bundled shapes by name."""
 
 

@@ -19,10 +19,7 @@ from typing import Final, NamedTuple, final
 
 from zeroshard.plan.machine.hardware import Cost
 
-__all__ = ["Exchange", "Instruction", "Operation", "Parts", "TREATMENTS", "Tape", "coarse", "instructions"]
-
-TREATMENTS: Final = ("keep", "recompute", "recompute-rest")
-"""Treatments of a module's saved tensors: keep, recompute all, recompute all but products and attention."""
+__all__ = ["Exchange", "Instruction", "Operation", "Parts", "Tape", "coarse", "instructions"]
 
 INPUT: Final = 0
 """The number of a tape's input."""
@@ -42,7 +39,7 @@ class Exchange:
     Args:
         kind: "all-reduce", "gather", "reduce" or "send".
         nbytes: bytes of the full tensor.
-        axis: "tensor", "expert", "context" or "pipe".
+        axis: "tensor" or "pipe".
     """
 
     kind: str
@@ -243,18 +240,12 @@ class Tape:
         input_bytes: bytes of the module's input; 0 if it requires no gradient.
     """
 
-    itemsize: int
     input_bytes: int
     operations: list[Operation] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.sizes: list[int] = [self.input_bytes]
         self._is_given: list[bool] = [self.input_bytes > 0]
-
-    @property
-    def input(self) -> int:
-        """The number of the module's input."""
-        return INPUT
 
     @property
     def output(self) -> int:
@@ -330,21 +321,11 @@ def instructions(
     and in the backward the gradient of the input.
 
     Args:
-        treatment: treatment of saved tensors, one of `TREATMENTS`.
+        treatment: of saved tensors: "keep", "recompute" all, or "recompute-rest", all but products and attention.
         input_parts: number of tensor ranks that each keep a part of a recomputed module's input (P_a).
         is_input_offloaded: whether the kept part of that input is in host memory (P_a+cpu).
-
-    Raises:
-        ValueError: the treatment is unknown, or is to split or offload an input that it does not keep.
     """
-    if treatment not in TREATMENTS:
-        raise ValueError(f"treatment must be one of {', '.join(TREATMENTS)}; got {treatment!r}.")
     is_treated = input_parts > 1 or is_input_offloaded
-    if is_treated and treatment == "keep":
-        raise ValueError(
-            f"input_parts={input_parts}, is_input_offloaded={is_input_offloaded}: only recomputation keeps "
-            "inputs; give treatment='recompute'."
-        )
     run = _Run(tape)
     if treatment == "keep":
         run.forward({number for one in tape.operations for number in one.saves} | {tape.output})

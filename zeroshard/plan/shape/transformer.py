@@ -10,7 +10,7 @@ from functools import cache
 from typing import Final, Literal, final
 
 from zeroshard.plan.shape.shapes import Transformer
-from zeroshard.plan.shape.tape import Exchange, Tape
+from zeroshard.plan.shape.tape import INPUT, Exchange, Tape
 
 __all__ = ["Kernels", "Workload", "tapes"]
 
@@ -65,7 +65,6 @@ class Workload:
     itemsize: int = 2
     tensor: int = 1
     is_sequence_parallel: bool = False
-    expert_ranks: int = 1
     kernels: Kernels = Kernels()
 
     @property
@@ -74,6 +73,7 @@ class Workload:
         return self.batch * self.sequence
 
 
+@cache
 def tapes(model: Transformer, load: Workload) -> Mapping[str, Tape]:
     """Return the tape of each kind of unit: "embedding", "block", "dense" (a block without experts) and "head"."""
     found = {"embedding": _embedding(model, load), "block": _block(model, load, model.layers - 1)}
@@ -89,7 +89,7 @@ class _Writer:
 
     def __init__(self, model: Transformer, load: Workload, input_bytes: int) -> None:
         self.model, self.load = model, load
-        self.tape = Tape(load.itemsize, input_bytes)
+        self.tape = Tape(input_bytes)
         self.e, self.n, self.t = load.itemsize, load.tokens, load.tensor
         self.part = load.tensor if load.is_sequence_parallel else 1
         """Divisor of the tokens outside products."""
@@ -196,10 +196,6 @@ class _Writer:
         reduce, gather = Exchange("reduce", nbytes), Exchange("gather", nbytes)
         return self.tape.add(name, [x], [nbytes // self.part], moved=(0, 0), exchanged=reduce, exchanged_back=gather)
 
-    def pointwise(self, name: str, reads: list[int], nbytes: int, saves: list[int]) -> int:
-        """Record an element-wise operation."""
-        return self.tape.add(name, reads, [nbytes], saves)
-
     def elementwise(self, name: str, x: int, nbytes: int) -> int:
         """Record an operation whose backward needs only the gradient: each reads and writes `nbytes`."""
         return self.tape.add(name, [x], [nbytes], moved=(2 * nbytes, 2 * nbytes))
@@ -242,7 +238,7 @@ def _embedding(model: Transformer, load: Workload) -> Tape:
 def _block(model: Transformer, load: Workload, layer: int) -> Tape:
     tokens = load.tokens // (load.tensor if load.is_sequence_parallel else 1)
     write = _Writer(model, load, tokens * model.hidden * load.itemsize)
-    x = write.tape.input
+    x = INPUT
     y = write.norm("norm_1", x, model.hidden, tokens, is_split=True)
     mixed = _latent(write, y) if model.latent else _mixed(write, y)
     width = (model.heads * model.latent[4] if model.latent else model.query_width) // load.tensor
@@ -327,7 +323,7 @@ def _mlp(write: _Writer, y: int) -> int:
     model, t = write.model, write.t
     if model.block == "gpt2":
         up = write.product("up", y, model.hidden, model.inner // t)
-        active = write.pointwise("gelu", [up], write.tape.sizes[up], [up])
+        active = write.tape.add("gelu", [up], [write.tape.sizes[up]], [up])
         return write.last_product("down", active, model.inner // t)
     return gated(write, "", y, (model.dense_inner if model.experts else model.inner) // t, 0, 1)
 
@@ -339,29 +335,27 @@ def gated(write: _Writer, prefix: str, y: int, inner: int, rows: int, weights: i
     up = write.product(f"{prefix}up", y, hidden, inner, rows=rows, weights=weights)
     nbytes = write.tape.sizes[gate]
     if write.load.kernels.fused_gate:
-        made = write.pointwise(f"{prefix}swiglu", [gate, up], nbytes, [gate, up])
+        made = write.tape.add(f"{prefix}swiglu", [gate, up], [nbytes], [gate, up])
     else:
-        active = write.pointwise(f"{prefix}silu", [gate], nbytes, [gate])
-        made = write.pointwise(f"{prefix}multiply", [active, up], nbytes, [active, up])
+        active = write.tape.add(f"{prefix}silu", [gate], [nbytes], [gate])
+        made = write.tape.add(f"{prefix}multiply", [active, up], [nbytes], [active, up])
     return write.last_product(f"{prefix}down", made, inner, rows=rows, weights=weights)
 
 
 def _experts(write: _Writer, y: int) -> int:
     """Record a mixture of experts with evenly distributed tokens."""
-    model, load, n, e = write.model, write.load, write.n, write.e
+    model, n, e = write.model, write.n, write.e
     rows = n * model.experts_used
-    own = -(-model.experts // load.expert_ranks)
     logits = write.product("router", y, model.hidden, model.experts)
     weights = write.tape.add(
         "route", [logits], [n * model.experts_used * FP32, n * model.experts * FP32, rows * 8], saves_made=[1, 2]
     )
-    moved = rows * model.hidden * e
-    exchange = Exchange("send", moved, "expert") if load.expert_ranks > 1 else None
-    sent = write.tape.add("dispatch", [y], [moved], exchanged=exchange, exchanged_back=exchange)
-    made = gated(write, "experts.", sent, model.inner // write.t, rows, own)
-    back = write.tape.add(
-        "combine", [made, weights], [n * model.hidden * e], [made, weights], exchanged=exchange, exchanged_back=exchange
-    )
+    sent = write.tape.add("dispatch", [y], [rows * model.hidden * e])
+    made = gated(write, "experts.", sent, model.inner // write.t, rows, model.experts)
+    nbytes, is_scattered = n * model.hidden * e, write.part > 1
+    summed = Exchange("all-reduce", nbytes) if write.t > 1 and not is_scattered else None
+    back = write.tape.add("combine", [made, weights], [nbytes], [made, weights], exchanged=summed)
+    back = write.scatter("experts.sum", back) if is_scattered else back
     if not model.shared_inner:
         return back
     return write.add("add_shared", back, gated(write, "shared.", y, model.shared_inner // write.t, 0, 1))
@@ -370,7 +364,7 @@ def _experts(write: _Writer, y: int) -> int:
 def _head(model: Transformer, load: Workload) -> Tape:
     tokens = load.tokens // (load.tensor if load.is_sequence_parallel else 1)
     write = _Writer(model, load, tokens * model.hidden * load.itemsize)
-    y = write.norm("norm", write.tape.input, model.hidden, tokens, is_split=True)
+    y = write.norm("norm", INPUT, model.hidden, tokens, is_split=True)
     width = -(-model.vocabulary // load.tensor)
     if load.kernels.loss == "chunked":
         write.chunked_loss(y, width)
@@ -387,9 +381,3 @@ def _head(model: Transformer, load: Workload) -> Tape:
         log = write.tape.add("log_softmax", [wide], [numel * FP32], saves_made=[0])
         write.tape.add("loss", [log], [FP32])
     return write.tape
-
-
-@cache
-def cached_tapes(model: Transformer, load: Workload) -> Mapping[str, Tape]:
-    """Return `tapes`, cached by model and workload, because searches request them repeatedly."""
-    return tapes(model, load)

@@ -192,7 +192,7 @@ class Elsewhere:
         rounded = there if is_there else numel - there if self._is_early(bucket) else numel
         # Masters that are the parameters themselves are not rounded.
         rounded_bytes = rounded * bucket.has_masters * (itemsize(sizes.master) + itemsize(sizes.param))
-        kept = max((one.per_element for one in job.updates), default=0)
+        kept = max((one.per_element for one in job.updates if bucket.number in one.buckets), default=0)
         is_moved = not (self._is_cpu or is_there or there)
         disk_s = self._disk_s(cell, numel * (itemsize(sizes.master) + kept * itemsize(sizes.state)))
         step = piece_numel(bucket, kept) if disk_s else numel

@@ -125,7 +125,7 @@ class Job:
         wire: the transport of gradients and parameters.
         device: whose kernels run.
         dtype: of products.
-        spans: where the ranks of each axis are: "shard", "replicate", "tensor", "expert".
+        spans: where the ranks of each axis are: "shard", "replicate", "tensor", "pipe".
         micro_batches: forwards and backwards of a step.
         input_bytes: of one micro-batch, there from its start to its end.
         buffer_bytes: of buffers of the model.
@@ -133,8 +133,7 @@ class Job:
             `zero_grad(set_to_none=False)`.
         seconds: of one kernel; the device's own formula where not given.
         script: of a model that was traced.
-        update_bytes: that the optimizer's kernels take beside its states.
-        checked_bytes: that the check of gradients takes before the update.
+        passing_bytes: what the optimizer's kernels take beside its states, and the check of gradients before.
         account: of the updates, where it is known already.
         host_ranks: ranks of a node, which share its processors and its disk.
         is_early: whether the optimizer is one whose update on the host may go on after `step()`.
@@ -159,8 +158,7 @@ class Job:
     keeps_gradients: bool = False
     seconds: Callable[[Cost], float] | None = None
     script: Script | None = None
-    update_bytes: int = 0
-    checked_bytes: int = 0
+    passing_bytes: tuple[int, int] = (0, 0)
     account: Account | None = None
     host_ranks: int = 1
     is_early: bool = False

@@ -195,7 +195,7 @@ class _Rank:
         self._passes.let_go()
         # Norms that clip gradients, the updates, and the roundings; from here on little waits for the device.
         self.storages.queue(UPDATE_QUEUED * sum(len(one.parameters) for one in job.updates))
-        self.storages.pass_by(job.checked_bytes, "transient", "", "gradients to check")
+        self.storages.pass_by(job.passing_bytes[1], "transient", "", "gradients to check")
         if is_first:
             self._make_states()
         update(job, clock, self.storages, self.elsewhere, self._passes.landing.used)

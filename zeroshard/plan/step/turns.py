@@ -8,6 +8,7 @@ Note: the clocks of other ranks
     each rank of a replica. All ranks start the update together, and need the same time for updates of slices.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -49,15 +50,8 @@ class Kind:
 
 def _matrices(shape: Shape) -> tuple[int, int, int]:
     """Return the number of matrices in a stack of this shape, and their sides, the shorter side first."""
-    *stack, rows, columns = shape if len(shape) < 4 else (shape[0], _numel(shape[1:]))
-    return _numel(tuple(stack)), min(rows, columns), max(rows, columns)
-
-
-def _numel(shape: Shape) -> int:
-    numel = 1
-    for size in shape:
-        numel *= size
-    return numel
+    *stack, rows, columns = shape if len(shape) < 4 else (shape[0], math.prod(shape[1:]))
+    return math.prod(stack), min(rows, columns), max(rows, columns)
 
 
 def _newton_schulz(shape: Shape) -> Sequence[Cost]:
@@ -80,16 +74,18 @@ def _newton_schulz_bytes(shape: Shape) -> int:
 
 def _adafactor(shape: Shape) -> Sequence[Cost]:
     """Return the kernels of torch's Adafactor: norms, the estimate of second moments, and the update."""
-    return [Cost(0, float(nbytes * _numel(shape))) for nbytes in (4, 4, 4, 4, 8, 8, 8, 12, 4, 12)]
+    return [Cost(0, float(nbytes * math.prod(shape))) for nbytes in (4, 4, 4, 4, 8, 8, 8, 12, 4, 12)]
 
 
 KINDS: Final[Mapping[str, Kind]] = MappingProxyType(
     {
         "newton-schulz": Kind(_newton_schulz, _newton_schulz_bytes),
         # The estimate becomes the update; for a vector, its square is also held.
-        "adafactor": Kind(_adafactor, lambda s: _numel(s) * WIDE * (1 if s[1:] else 2), lambda s: _numel(s) * WIDE),
+        "adafactor": Kind(
+            _adafactor, lambda s: math.prod(s) * WIDE * (1 if s[1:] else 2), lambda s: math.prod(s) * WIDE
+        ),
         # Values and gradients are read, and values written; temporary memory is unknown.
-        "other": Kind(lambda shape: [Cost(0, 3.0 * WIDE * _numel(shape))], lambda shape: 0),
+        "other": Kind(lambda shape: [Cost(0, 3.0 * WIDE * math.prod(shape))], lambda shape: 0),
     }
 )
 """Kinds of updates, by name."""
@@ -188,7 +184,7 @@ def _held_bytes(matrices: Sequence[Owned]) -> int:
     converted = 0
     for one in matrices:
         formats = one.bucket.formats
-        converted += _numel(one.shape) * itemsize(formats.state) * (formats.grad != formats.state)
+        converted += math.prod(one.shape) * itemsize(formats.state) * (formats.grad != formats.state)
     left = [0, *(KINDS[one.kind].left_bytes(one.shape) for one in matrices)]
     passing = (KINDS[one.kind].passing_bytes(one.shape) for one in matrices)
     return converted + max(map(sum, zip(left, passing, strict=False)), default=0)

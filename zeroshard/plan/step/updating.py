@@ -107,7 +107,7 @@ def _publish_flat(job: Job, clock: Clock, storages: Storages) -> list[int]:
 
 def _update_slices(job: Job, clock: Clock, storages: Storages, moved_bytes: int) -> None:
     """Update what is on the device, but for what is updated whole."""
-    kernels = storages.make(job.update_bytes, "transient", "", "the optimizer's kernels")
+    kernels = storages.make(job.passing_bytes[0], "transient", "", "the optimizer's kernels")
     # The norm of the gradients for clipping reads them once more, and scaling rewrites them.
     clock.compute("update", clock.kernel_s(Cost(0, float(moved_bytes))))
     storages.drop(kernels)

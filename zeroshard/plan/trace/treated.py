@@ -74,7 +74,9 @@ class Treated(Saved):
         super().__init__(treatment_of(cell, plans, axis, ledger, kinds), self._unit)
         modules = [(twins[module], how) for module, how in recomputed_modules(cell, plans)]
         hooks = {twins[module]: (Unwatched(name), Unwatched()) for name, module in model.named_modules()}
-        recompute(modules, hooks, Products(self, ledger), _suspect, operator.setitem, {module for module, _ in modules})
+        recompute(
+            modules, hooks, Products(self, ledger), lambda *_: None, operator.setitem, {module for module, _ in modules}
+        )
         entries: dict[nn.Module, tuple[int, ...]] = {model: ()}
         for number, plan in enumerate(plans):
             for module in plan.entries:
@@ -148,10 +150,6 @@ class Unwatched:
 
     def __call__(self, *args: Any) -> None:
         """Do nothing."""
-
-
-def _suspect(name: str, flag: Any) -> None:
-    """Receive nothing: without values, recomputations are not compared."""
 
 
 @final

@@ -18,6 +18,7 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook
 
 from zeroshard.describe.selection import recomputed_modules
 from zeroshard.describe.units import UnitPlan
@@ -118,9 +119,7 @@ class UnitWatch:
         targets = [number for number in units if number != ROOT]
         if targets and inputs:
             self._hinted.update(targets)
-            end = _Once(partial(self._end_calls, targets))
-            for tensor in inputs:
-                tensor.register_hook(end)
+            register_multi_grad_hook(inputs, partial(self._end_calls, targets), mode="any")
 
     def _leave(self, units: tuple[int, ...], module: nn.Module, args: Any, output: Any) -> None:
         if graph_task() != -1:
@@ -163,7 +162,7 @@ class UnitWatch:
         for number in numbers:
             self._need(number)
 
-    def _end_calls(self, numbers: Sequence[int]) -> None:
+    def _end_calls(self, numbers: Sequence[int], grad: Tensor) -> None:
         self._open()
         for number in numbers:
             self._calls[number] -= 1
@@ -188,16 +187,3 @@ class UnitWatch:
         """Return whether the current backward will compute more gradients of a unit."""
         missing = (p for p in self._parameters[number] if p.requires_grad and id(p) not in self._landed[number])
         return any(will_run(accumulator_of(p)) for p in missing)
-
-
-@final
-class _Once:
-    """A hook on several tensors that acts on its first call."""
-
-    def __init__(self, act: Callable[[], None]) -> None:
-        self._act, self._is_due = act, True
-
-    def __call__(self, grad: Tensor) -> None:
-        if self._is_due:
-            self._is_due = False
-            self._act()
