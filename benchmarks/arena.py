@@ -35,7 +35,7 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, final
 
-from zeroshard.plan.machine.allocator import Outcome, simulate
+from zeroshard.plan.machine.allocator import Allocator, simulate
 from zeroshard.plan.machine.rules import BLOCK_BYTES, Action, Event
 
 __all__ = ["Arena", "Lifetime", "Replay", "needed_bytes", "peak_bytes", "place_events", "plan_arena", "replay"]
@@ -207,7 +207,7 @@ class Replay:
     """
 
     needed_bytes: int
-    outcome: Outcome
+    outcome: Allocator
 
     @property
     def excess(self) -> float:

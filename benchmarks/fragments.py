@@ -329,7 +329,7 @@ def judge(case: Case, trace: Trace, planned: Trace) -> dict[str, Any]:
     for name, policy in policies.items():
         excess[name] = round(policy.run(trace).excess, 4)
         outcome = policy.run(trace, tight).outcome
-        out_of_memory[name], retries[name] = outcome.out_of_memory is not None, outcome.retries
+        out_of_memory[name], retries[name] = outcome.failed is not None, outcome.retries
     without = none.run(trace).outcome
     return {
         "case": case.name,

@@ -1150,8 +1150,8 @@ ROOMS = (
     Bug(
         "a freed block joins no left neighbour",
         "plan/machine/memory_blocks.py",
-        "left.state is block.state:",
-        "left.state is None:",
+        "left.is_free:",
+        "left is None:",
         "tests/plan/test_allocator.py::test_free_neighbours_join",
     ),
     Bug(

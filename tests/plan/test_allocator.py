@@ -6,15 +6,8 @@ from itertools import pairwise
 
 import pytest
 
-from zeroshard.plan.machine.allocator import (
-    Action,
-    Allocator,
-    BlockState,
-    Event,
-    Outcome,
-    Retry,
-    simulate,
-)
+from tests.plan.segments import segments_of
+from zeroshard.plan.machine.allocator import Action, Allocator, Event, Retry, simulate
 from zeroshard.plan.machine.rules import round_bytes
 
 MIB = 2**20
@@ -28,10 +21,9 @@ def free(*keys: object) -> list[Event]:
     return [Event(key, 0, 0, Action.FREE) for key in keys]
 
 
-def blocks(outcome: Outcome, *, only: BlockState | None = None) -> list[list[tuple[object, int]]]:
+def blocks(allocator: Allocator) -> list[list[tuple[object, int]]]:
     """Return key and size of each segment's blocks; None is a key for free ones."""
-    pieces = [[p for p in s.pieces if only in (None, p.state)] for s in outcome.segments]
-    return [[(p.key, p.num_bytes) for p in found] for found in pieces]
+    return [[(p.key, p.num_bytes) for p in segment.pieces] for segment in segments_of(allocator)]
 
 
 # -- sizes ------------------------------------------------------------------------------------------------------------
@@ -63,7 +55,7 @@ def test_segments_come_in_three_sizes(asked: int, segment: int) -> None:
 
 def test_nothing_is_asked_for_zero_bytes() -> None:
     outcome = simulate([alloc("a", 0), *free("a"), alloc("a", 1)])
-    assert (outcome.allocated_bytes, outcome.reserved_bytes, outcome.requested_bytes) == (512, 2 * MIB, 1)
+    assert (outcome.allocated_bytes, outcome.reserved_bytes) == (512, 2 * MIB)
 
 
 # -- which block ------------------------------------------------------------------------------------------------------
@@ -72,7 +64,7 @@ def test_nothing_is_asked_for_zero_bytes() -> None:
 def test_small_and_large_share_no_segment() -> None:
     outcome = simulate([alloc("large", 2 * MIB), alloc("small", MIB)])
     assert blocks(outcome) == [[("large", 2 * MIB), (None, 18 * MIB)], [("small", MIB), (None, MIB)]]
-    assert [segment.is_small for segment in outcome.segments] == [False, True]
+    assert [segment.is_small for segment in segments_of(outcome)] == [False, True]
 
 
 def test_the_smallest_free_block_that_fits_is_taken() -> None:
@@ -101,7 +93,6 @@ def test_among_equals_the_lowest_address_is_taken() -> None:
 def test_a_large_block_is_split_above_one_mebibyte(held: int, asked: int, kept: int) -> None:
     outcome = simulate([alloc("a", held), *free("a"), alloc("b", asked)])
     assert outcome.allocated_bytes == kept
-    assert outcome.requested_bytes == asked
     assert outcome.reserved_bytes == held
 
 
@@ -116,8 +107,7 @@ def test_free_neighbours_join(order: str) -> None:
     assert blocks(simulate([*made, *free(*order)])) == [[(None, 20 * MIB)]]
     left = simulate([*made, *free(*order[:2])])
     assert left.allocated_bytes == 2 * MIB
-    states = [piece.state for piece in left.segments[0].pieces]
-    assert all(pair != (BlockState.FREE,) * 2 for pair in pairwise(states))
+    assert not any(one.is_free and other.is_free for one, other in pairwise(segments_of(left)[0].pieces))
 
 
 def test_segments_do_not_join() -> None:
@@ -131,7 +121,7 @@ def test_segments_do_not_join() -> None:
 def test_free_segments_are_returned_when_the_device_is_full() -> None:
     made = [alloc("a", 12 * MIB), alloc("b", 12 * MIB), alloc("small", 1), *free("a", "b")]
     outcome = simulate([*made, alloc("c", 24 * MIB)], 40 * MIB)
-    assert (outcome.retries, outcome.reserved_bytes, outcome.out_of_memory) == (1, 26 * MIB, None)
+    assert (outcome.retries, outcome.reserved_bytes, outcome.failed) == (1, 26 * MIB, None)
     assert outcome.peak_reserved_bytes == 26 * MIB
     assert simulate([*made, alloc("c", 24 * MIB)], 50 * MIB).retries == 0
 
@@ -153,17 +143,11 @@ def test_a_retry_says_what_went_to_the_driver_and_came_from_it_again() -> None:
 def test_a_segment_with_one_block_in_use_stays() -> None:
     made = [alloc("a", 5 * MIB), alloc("b", 5 * MIB), *free("a")]
     outcome = simulate([*made, alloc("c", 16 * MIB)], 35 * MIB)
-    failure = outcome.out_of_memory
-    assert failure is not None
-    assert (failure.place, failure.key, failure.num_bytes) == (3, "c", 16 * MIB)
-    assert (failure.allocated_bytes, failure.reserved_bytes) == (5 * MIB, 20 * MIB)
+    assert outcome.failed == alloc("c", 16 * MIB)
+    assert (outcome.allocated_bytes, outcome.reserved_bytes) == (5 * MIB, 20 * MIB)
     assert outcome.retries == 1
-    assert [(p.key, p.num_bytes) for p in failure.segments[0].pieces] == [
-        (None, 5 * MIB),
-        ("b", 5 * MIB),
-        (None, 10 * MIB),
-    ]
-    assert simulate([*made, alloc("c", 16 * MIB)], 36 * MIB).out_of_memory is None
+    assert blocks(outcome) == [[(None, 5 * MIB), ("b", 5 * MIB), (None, 10 * MIB)]]
+    assert simulate([*made, alloc("c", 16 * MIB)], 36 * MIB).failed is None
 
 
 def test_a_program_may_go_on_after_it() -> None:
@@ -297,7 +281,8 @@ def step(allocator: Allocator | Plain, event: Event) -> bool:
 
 def shown(allocator: Allocator) -> list[tuple[int, int, object, str]]:
     """Return offset, size, key and state of all blocks, by address."""
-    return [(p.offset, p.num_bytes, p.key, p.state.value) for s in allocator.snapshot() for p in s.pieces]
+    pieces = [piece for segment in segments_of(allocator) for piece in segment.pieces]
+    return [(p.offset, p.num_bytes, p.key, "free" if p.is_free else "allocated") for p in pieces]
 
 
 @pytest.mark.product
@@ -332,19 +317,18 @@ def test_what_holds_at_each_moment(number: int) -> None:
             asked[event.key] = event.num_bytes
         elif event.action is Action.FREE:
             asked.pop(event.key)
-        segments = allocator.snapshot()
+        segments = segments_of(allocator)
         pieces = [piece for segment in segments for piece in segment.pieces]
         # Every live allocation has one block that holds it, and blocks tile their segments.
-        live = {piece.key: piece.num_bytes for piece in pieces if piece.state is BlockState.ALLOCATED}
+        live = {piece.key: piece.num_bytes for piece in pieces if not piece.is_free}
         assert live.keys() == {key for key, num_bytes in asked.items() if num_bytes}
         assert all(live[key] >= asked[key] for key in live)
         assert sum(live.values()) == allocator.allocated_bytes
-        assert allocator.requested_bytes == sum(asked.values())
         ends = {}
         for segment in segments:
             for one, other in pairwise(segment.pieces):
                 assert one.offset + one.num_bytes == other.offset
-                assert one.state is not other.state or one.state is BlockState.ALLOCATED
+                assert not (one.is_free and other.is_free)
             last = segment.pieces[-1]
             ends[segment.address] = segment.address + last.offset + last.num_bytes
             assert segment.reserved_bytes % (2 * MIB) == 0
@@ -355,9 +339,9 @@ def test_what_holds_at_each_moment(number: int) -> None:
         assert device is None or allocator.reserved_bytes <= device
         assert allocator.peak_reserved_bytes >= allocator.reserved_bytes
     # The same events give the same end, and everything freed is whole segments.
-    assert simulate(events, device) == simulate(iter(events), device)
+    assert blocks(simulate(events, device)) == blocks(simulate(iter(events), device))
     rest = [Event(key, 0, 0, Action.FREE) for key in asked]
     end = simulate([*events, *rest, Event("last", 512), Event("last", 0, 0, Action.FREE)], device)
-    assert (end.allocated_bytes, end.requested_bytes) == (0, 0)
-    for segment in end.segments:
-        assert [piece.state for piece in segment.pieces] == [BlockState.FREE]
+    assert end.allocated_bytes == 0
+    for segment in segments_of(end):
+        assert [piece.is_free for piece in segment.pieces] == [True]

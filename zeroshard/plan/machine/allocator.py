@@ -25,10 +25,10 @@ as installed with torch 2.13).
 
 from bisect import bisect_left
 from collections.abc import Hashable, Iterable
+from dataclasses import dataclass
 from typing import final
 
-from zeroshard.plan.machine.memory_blocks import Block, BlockState, Pool
-from zeroshard.plan.machine.outcomes import Outcome, OutOfMemory, Piece, Retry, Segment
+from zeroshard.plan.machine.memory_blocks import Block, Pool
 from zeroshard.plan.machine.rules import (
     BLOCK_BYTES,
     LARGE_SEGMENT_BYTES,
@@ -41,10 +41,29 @@ from zeroshard.plan.machine.rules import (
     round_bytes,
 )
 
-__all__ = ["Action", "Allocator", "BlockState", "Event", "Outcome", "Retry", "simulate"]
+__all__ = ["Action", "Allocator", "Event", "Retry", "simulate"]
 
 
-def simulate(events: Iterable[Event], device_bytes: int | None = None) -> Outcome:
+@final
+@dataclass(frozen=True)
+class Retry:
+    """A request that returned all free segments to the driver, and the memory allocated afterwards.
+
+    Args:
+        key: key of the request.
+        returned_segments, returned_bytes: segments and bytes returned to the driver for this request.
+        taken_segments, taken_bytes: segments and bytes allocated from then on, including this request, until the next
+            retry or the end.
+    """
+
+    key: Hashable
+    returned_segments: int
+    returned_bytes: int
+    taken_segments: int
+    taken_bytes: int
+
+
+def simulate(events: Iterable[Event], device_bytes: int | None = None) -> "Allocator":
     """Run a sequence of events from an empty allocator to its end, or to the first request that fails.
 
     Raises:
@@ -56,24 +75,8 @@ def simulate(events: Iterable[Event], device_bytes: int | None = None) -> Outcom
     (5, 20)
     """
     allocator = Allocator(device_bytes)
-    failure = None
-    for place, event in enumerate(events):
-        if not allocator.play(event):
-            sums = allocator.allocated_bytes, allocator.reserved_bytes
-            failure = OutOfMemory(place, event.key, event.num_bytes, *sums, allocator.snapshot())
-            break
-    return Outcome(
-        allocator.requested_bytes,
-        allocator.allocated_bytes,
-        allocator.reserved_bytes,
-        allocator.peak_requested_bytes,
-        allocator.peak_allocated_bytes,
-        allocator.peak_reserved_bytes,
-        allocator.retries,
-        failure,
-        allocator.snapshot() if failure is None else failure.segments,
-        allocator.returned,
-    )
+    all(map(allocator.play, events))
+    return allocator
 
 
 @final
@@ -87,13 +90,14 @@ class Allocator:
     def __init__(self, device_bytes: int | None = None) -> None:
         self._device_bytes = device_bytes
         self._pools: dict[tuple[int, bool], Pool] = {}
-        self._heads: dict[int, Block] = {}
         self._live: dict[Hashable, Block | None] = {}
         self._next_address = SMALL_SEGMENT_BYTES
-        self.requested_bytes = self.allocated_bytes = self.reserved_bytes = 0
-        self.peak_requested_bytes = self.peak_allocated_bytes = self.peak_reserved_bytes = 0
+        self.allocated_bytes = self.reserved_bytes = 0
+        self.peak_allocated_bytes = self.peak_reserved_bytes = 0
         # Segments and bytes allocated from and returned to the driver; for each retry its key and the sums around it.
         self._given, self._got = (0, 0), (0, 0)
+        self.failed: Event | None = None
+        """The request that did not fit, at which a sequence ends."""
         self._marks: list[tuple[Hashable, tuple[int, int], tuple[int, int], tuple[int, int]]] = []
 
     @property
@@ -114,13 +118,13 @@ class Allocator:
     def play(self, event: Event) -> bool:
         """Make the call of an event; return whether there was enough memory."""
         key, num_bytes, stream, action = event
-        if action is Action.ALLOC:
-            return self.allocate(key, num_bytes, stream)
-        if action is Action.FREE:
+        if action is Action.ALLOC and not self.allocate(key, num_bytes, stream):
+            self.failed = event
+        elif action is Action.FREE:
             self.free(key)
-        else:
+        elif action is Action.EMPTY:
             self.empty()
-        return True
+        return self.failed is None
 
     def allocate(self, key: Hashable, num_bytes: int, stream: int = 0) -> bool:
         """Serve a request; return whether there was enough memory.
@@ -139,21 +143,17 @@ class Allocator:
         is_small = size <= SMALL_BYTES
         pool = self._pools.get((stream, is_small))
         if pool is None:
-            pool = self._pools[stream, is_small] = Pool(stream, is_small=is_small)
+            pool = self._pools[stream, is_small] = Pool(is_small=is_small)
         block = self._find(pool, size) or self._make(pool, size, key)
         if block is None:
             return False
         rest = block.size - size
         if rest >= BLOCK_BYTES if is_small else rest > SMALL_BYTES:
             pool.add(block.cut(size))
-        block.state, block.key, block.requested = BlockState.ALLOCATED, key, num_bytes
+        block.is_free = False
         self._live[key] = block
-        self.requested_bytes += num_bytes
         self.allocated_bytes += block.size
-        if self.requested_bytes > self.peak_requested_bytes:
-            self.peak_requested_bytes = self.requested_bytes
-        if self.allocated_bytes > self.peak_allocated_bytes:
-            self.peak_allocated_bytes = self.allocated_bytes
+        self.peak_allocated_bytes = max(self.peak_allocated_bytes, self.allocated_bytes)
         return True
 
     def free(self, key: Hashable) -> None:
@@ -167,30 +167,15 @@ class Allocator:
         block = self._live.pop(key)
         if block is None:
             return
-        self.requested_bytes -= block.requested
         self.allocated_bytes -= block.size
-        block.state, block.key, block.requested = BlockState.FREE, None, 0
+        block.is_free = True
         block.pool.join(block)
 
     def empty(self) -> None:
         """Return all free segments to the driver, as `torch.cuda.empty_cache` does, and reset the peaks."""
         self._release_all()
-        self.peak_requested_bytes = self.requested_bytes
         self.peak_allocated_bytes = self.allocated_bytes
         self.peak_reserved_bytes = self.reserved_bytes
-
-    def snapshot(self) -> tuple[Segment, ...]:
-        """Return all segments with their blocks, by address."""
-        segments = []
-        for address, head in self._heads.items():
-            pieces: list[Piece] = []
-            block: Block | None = head
-            while block is not None:
-                pieces.append(Piece(block.address - address, block.size, block.state, block.key))
-                block = block.next
-            reserved_bytes = sum(piece.num_bytes for piece in pieces)
-            segments.append(Segment(address, reserved_bytes, head.pool.stream, head.pool.is_small, tuple(pieces)))
-        return tuple(segments)
 
     # -- free blocks --------------------------------------------------------------------------------------------------
 
@@ -216,42 +201,22 @@ class Allocator:
 
     def _ask(self, pool: Pool, size: int) -> Block | None:
         """Request memory from the driver; return a block outside all pools, or None."""
-        is_lone = not pool.is_small and size >= LONE_BYTES
-        wanted = -(-size // LONE_STEP_BYTES) * LONE_STEP_BYTES if is_lone else self._page(pool)
-        if not self._reserve(wanted):
+        wanted = SMALL_SEGMENT_BYTES if pool.is_small else LARGE_SEGMENT_BYTES
+        if not pool.is_small and size >= LONE_BYTES:
+            wanted = -(-size // LONE_STEP_BYTES) * LONE_STEP_BYTES
+        if self._device_bytes is not None and self.reserved_bytes + wanted > self._device_bytes:
             return None
-        return self._new_segment(pool, wanted)
-
-    def _reserve(self, num_bytes: int) -> bool:
-        if self._device_bytes is not None and self.reserved_bytes + num_bytes > self._device_bytes:
-            return False
-        self.reserved_bytes += num_bytes
-        self._given = self._given[0] + 1, self._given[1] + num_bytes
+        self.reserved_bytes += wanted
+        self._given = self._given[0] + 1, self._given[1] + wanted
         self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
-        return True
-
-    def _new_segment(self, pool: Pool, size: int) -> Block:
-        block = Block(self._next_address, size, pool, BlockState.FREE)
-        self._next_address += size
-        self._heads[block.address] = block
+        block = Block(self._next_address, wanted, pool)
+        self._next_address += wanted
         return block
 
-    def _drop(self, block: Block) -> None:
-        """Return a whole free segment to the driver."""
-        block.pool.remove(block)
-        del self._heads[block.address]
-        self._give_back(block.size)
-
-    def _give_back(self, num_bytes: int) -> None:
-        self.reserved_bytes -= num_bytes
-        self._got = self._got[0] + 1, self._got[1] + num_bytes
-
     def _release_all(self) -> None:
-        """Return each free segment."""
+        """Return each free segment to the driver."""
         for pool in self._pools.values():
-            for _, _, block in list(pool.free):
-                if block.is_whole:
-                    self._drop(block)
-
-    def _page(self, pool: Pool) -> int:
-        return SMALL_SEGMENT_BYTES if pool.is_small else LARGE_SEGMENT_BYTES
+            for _, _, block in [one for one in pool.free if one[2].is_whole]:
+                pool.remove(block)
+                self.reserved_bytes -= block.size
+                self._got = self._got[0] + 1, self._got[1] + block.size

@@ -5,32 +5,21 @@ device: `plan/machine/allocator.py` does, and documents torch's allocator.
 """
 
 from bisect import bisect_left, insort
-from collections.abc import Hashable
-from enum import Enum
 from typing import final
 
-__all__ = ["Block", "BlockState", "Pool"]
-
-
-class BlockState(Enum):
-    """The use of a block's memory."""
-
-    ALLOCATED = "allocated"
-    FREE = "free"
+__all__ = ["Block", "Pool"]
 
 
 @final
 class Block:
     """A range of addresses of one segment. When blocks merge, the leftmost block remains."""
 
-    __slots__ = ("address", "key", "next", "pool", "prev", "requested", "size", "state")
+    __slots__ = ("address", "is_free", "next", "pool", "prev", "size")
 
-    def __init__(self, address: int, size: int, pool: "Pool", state: BlockState) -> None:
-        self.address, self.size, self.pool, self.state = address, size, pool, state
+    def __init__(self, address: int, size: int, pool: "Pool") -> None:
+        self.address, self.size, self.pool, self.is_free = address, size, pool, True
         self.prev: Block | None = None
         self.next: Block | None = None
-        self.key: Hashable = None
-        self.requested = 0
 
     @property
     def is_whole(self) -> bool:
@@ -39,7 +28,7 @@ class Block:
 
     def cut(self, size: int) -> "Block":
         """Keep `size` bytes; return the rest as a separate free block outside all pools."""
-        rest = Block(self.address + size, self.size - size, self.pool, BlockState.FREE)
+        rest = Block(self.address + size, self.size - size, self.pool)
         rest.prev, rest.next = self, self.next
         if self.next is not None:
             self.next.prev = rest
@@ -60,10 +49,10 @@ class Block:
 class Pool:
     """Free blocks of one stream and size class by size, then address."""
 
-    __slots__ = ("free", "is_small", "stream")
+    __slots__ = ("free", "is_small")
 
-    def __init__(self, stream: int, *, is_small: bool) -> None:
-        self.stream, self.is_small = stream, is_small
+    def __init__(self, *, is_small: bool) -> None:
+        self.is_small = is_small
         self.free: list[tuple[int, int, Block]] = []
 
     def add(self, block: Block) -> None:
@@ -77,11 +66,11 @@ class Pool:
     def join(self, block: Block) -> Block:
         """Merge a block that became free with free neighbours, then add it."""
         left, right = block.prev, block.next
-        if left is not None and left.state is block.state:
+        if left is not None and left.is_free:
             self.remove(left)
             left.absorb_next()
             block = left
-        if right is not None and right.state is block.state:
+        if right is not None and right.is_free:
             self.remove(right)
             block.absorb_next()
         self.add(block)
