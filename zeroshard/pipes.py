@@ -34,7 +34,7 @@ from zeroshard.table.bytes import on_device
 from zeroshard.table.errors import RankMismatchError
 from zeroshard.table.pipeline import Schedule, training_of
 from zeroshard.table.settings import Settings
-from zeroshard.torch_private import is_compiled, local_of
+from zeroshard.torch_private import bytes_in, is_compiled, local_of
 from zeroshard.values.materialize import check_source, is_on_meta
 from zeroshard.values.weights import Weights
 from zeroshard.wire.comm import gather_across_ranks
@@ -221,7 +221,7 @@ def _take_from_first(tensor: Tensor, mesh: DeviceMesh) -> None:
     """Give a tensor the values of the first place. Collective: all-gather along the pipe."""
     tensor = local_of(tensor)
     if not tensor.is_meta and tensor.numel() and mesh.size() > 1:
-        data = gather_across_ranks(tensor.contiguous().view(-1).view(torch.uint8), mesh)[0]
+        data = gather_across_ranks(bytes_in(tensor), mesh)[0]
         tensor.copy_(data.view(tensor.dtype).view(tensor.shape))
 
 

@@ -33,6 +33,7 @@ __all__ = [
     "adafactor_step",
     "base_of",
     "body_of",
+    "bytes_in",
     "call_after_backward",
     "call_through",
     "captured_by_checkpoint",
@@ -61,6 +62,7 @@ __all__ = [
     "is_inside_functional_call",
     "is_inside_reentrant_checkpoint",
     "is_inside_transform",
+    "is_lazy",
     "is_profiling",
     "is_read_for_tracing",
     "keep_first",
@@ -228,8 +230,19 @@ def base_of(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def owns_memory(tensor: Tensor) -> bool:
-    """Return whether a tensor fills its memory, and no other tensor shares it."""
-    return tensor.untyped_storage().nbytes() == tensor.nbytes and users_of_storage(tensor) == 1
+    """Return whether a tensor's values fill its memory, and no other tensor shares it."""
+    is_filled = tensor.untyped_storage().nbytes() == tensor.nbytes and not is_lazy(tensor)
+    return is_filled and users_of_storage(tensor) == 1
+
+
+def is_lazy(tensor: Tensor) -> bool:
+    """Return whether torch conjugates or negates the values in memory whenever they are read."""
+    return tensor.is_conj() or tensor.is_neg()
+
+
+def bytes_in(tensor: Tensor) -> Tensor:
+    """Return the bytes of a tensor's values, flat, on its memory if they are there in order."""
+    return tensor.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
 
 
 def is_dense(tensor: Tensor) -> bool:

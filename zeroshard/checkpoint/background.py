@@ -34,6 +34,7 @@ from zeroshard.checkpoint.together import describe
 from zeroshard.checkpoint.values import bytes_of
 from zeroshard.checkpoint.writer import write_file
 from zeroshard.table.errors import CheckpointError
+from zeroshard.torch_private import bytes_in
 from zeroshard.watch.process import end_with
 
 __all__ = ["BackgroundSave", "Snapshot", "Status"]
@@ -67,7 +68,7 @@ class Snapshot:
         for name in plan.files_of(mesh.rank):
             start = end
             for value in plan.values(name, rows):
-                self._memory[end : end + value.nbytes].copy_(value.view(torch.uint8))
+                self._memory[end : end + value.nbytes].copy_(bytes_in(value))
                 end += value.nbytes
             taken[name] = bytes_of(self._memory[start:end])
         return taken

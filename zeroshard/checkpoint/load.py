@@ -199,7 +199,7 @@ def _copy_model(items: Sequence[Item], source: Source) -> None:
     """Read this rank's elements of each parameter, and whole buffers, into place."""
     for item in items:
         assert isinstance(item.value, Tensor), f"{item.spec.name} is not on every rank"
-        value = item.value if item.value.is_contiguous() else item.value.contiguous()
+        value = item.value.resolve_conj().resolve_neg().contiguous()
         read_part(source.specs[item.spec.name], item.spec, item.held, item.cut, source.fill, value.reshape(-1))
         if value is not item.value:
             strides = item.value.stride()

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from zeroshard.table.errors import CheckpointError
+from zeroshard.torch_private import bytes_in
 
 __all__ = [
     "PIECE_NUMEL",
@@ -77,11 +78,9 @@ def dtype_of(name: str) -> torch.dtype:
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """Return the bytes of a contiguous tensor, shared with it where it is on the CPU."""
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
-    if not flat.numel():
-        return memoryview(b"")
-    return flat.view(torch.uint8).numpy().data.cast("B")
+    """Return the bytes of a tensor's values, shared with it where they lie in order on the CPU."""
+    raw = bytes_in(tensor.detach().cpu())
+    return raw.numpy().data.cast("B") if raw.numel() else memoryview(b"")
 
 
 def fill_from(values: Tensor, start: int, buffer: memoryview) -> None:

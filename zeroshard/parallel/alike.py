@@ -30,7 +30,7 @@ from zeroshard.parallel.streams import Begin, Follow, Streams, Watch
 from zeroshard.setup.duplicate import owner_of
 from zeroshard.table.errors import RankMismatchError
 from zeroshard.table.settings import Settings
-from zeroshard.torch_private import has_split, local_of
+from zeroshard.torch_private import bytes_in, has_split, local_of
 from zeroshard.wire.comm import Tag
 
 __all__ = ["checksum", "watch_axis"]
@@ -238,5 +238,4 @@ def _tensors(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
 
 def checksum(tensor: Tensor) -> int:
     """Return a checksum of a tensor's values in their order; on a device, the host waits for them."""
-    raw = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
-    return zlib.crc32(raw.numpy().data)
+    return zlib.crc32(bytes_in(tensor.detach().cpu()).numpy().data)

@@ -16,7 +16,7 @@ from typing import Any, Final, final
 import torch
 
 from zeroshard.core.hooks import Eager
-from zeroshard.torch_private import nodes_before
+from zeroshard.torch_private import is_lazy, nodes_before
 from zeroshard.tree import find
 
 __all__ = ["AddInPlace"]
@@ -57,6 +57,8 @@ def _as_plain(grads: tuple[Tensor | None, ...], _: Any) -> tuple[Tensor | None, 
 
 
 def _plain(view: Tensor) -> Tensor:
+    if is_lazy(view):
+        return view  # its memory has other values
     # Not through its storage: Python's storage object would also share the memory.
     plain: Tensor = view.new_empty(0).set_(view)  # type: ignore[call-overload]
     return plain

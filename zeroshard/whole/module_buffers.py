@@ -30,7 +30,7 @@ from zeroshard.core.followed import Followed, OwnBuffers
 from zeroshard.core.votes import Votes
 from zeroshard.setup.request import Described
 from zeroshard.table.errors import RankMismatchError
-from zeroshard.torch_private import foreach_copy_, local_of, version_of
+from zeroshard.torch_private import bytes_in, foreach_copy_, is_lazy, local_of, version_of
 from zeroshard.wire.comm import Comm, unexpanded
 
 __all__ = ["follow_buffers"]
@@ -217,9 +217,13 @@ class Following:
             if place in self._silent and not self._places[place][1].training:
                 self._left[place] = source.clone()
                 continue
-            targets, sources = by_dtype.setdefault(one.dtype, ([], []))
             # No backward reads the statistics of a norm in training mode: they need no new version.
-            targets.append(unexpanded(one.data if place in self._silent else one, one.stride()))
+            target = unexpanded(one.data if place in self._silent else one, one.stride())
+            if is_lazy(target):
+                target.copy_(source)
+                continue
+            targets, sources = by_dtype.setdefault(one.dtype, ([], []))
+            targets.append(target)
             sources.append(source)
         for targets, sources in by_dtype.values():
             foreach_copy_(targets, sources)
@@ -296,7 +300,7 @@ def _version(tensor: Tensor) -> int:
 
 
 def _pack(buffers: Sequence[tuple[int, Tensor]]) -> Tensor:
-    return torch.cat([one.contiguous().view(-1).view(torch.uint8) for _, one in buffers])
+    return torch.cat([bytes_in(one) for _, one in buffers])
 
 
 def _mean(values: Sequence[Tensor]) -> Tensor:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from zeroshard.table.groups import PART
 from zeroshard.table.trace import Ledger
 from zeroshard.table.wires import Wire
+from zeroshard.torch_private import bytes_in
 from zeroshard.wire.comm import Channel, Comm, Pending, Tag, Vote, unexpanded
 from zeroshard.wire.links import CONTROL, Links
 from zeroshard.wire.memory import Memory
@@ -120,17 +121,17 @@ class LinkedComm(Comm):
 
     def broadcast(self, tensor: Tensor, what: str, kind: str, *, is_part: bool = False) -> None:
         # gloo rejects non-contiguous tensors and some dtypes; bytes always work.
-        data = tensor.contiguous()
-        raw = data.view(-1).view(torch.uint8) if data.numel() else data.new_zeros(1, dtype=torch.uint8)
+        raw = bytes_in(tensor) if tensor.numel() else tensor.new_zeros(1, dtype=torch.uint8)
         is_part &= PART in self.links.groups  # without the group, all ranks have the same parts
         first, name = (self.mesh.data_ranks[0], PART) if is_part else (0, self._name)
         self.run(tensor, lambda group: dist.broadcast(raw, group_src=0, group=group, async_op=True), what, name)
-        if data.data_ptr() != tensor.data_ptr():
+        if tensor.numel() and raw.data_ptr() != tensor.data_ptr():
+            data = raw.view(tensor.dtype).view(tensor.shape)
             unexpanded(tensor, tensor.stride()).copy_(unexpanded(data, tensor.stride()))
         self.sent_bytes[kind] += raw.nbytes if self.mesh.rank == first else 0
 
     def collect(self, tensor: Tensor, what: str, kind: str = "agree") -> Tensor:
-        raw = tensor.contiguous().view(-1).view(torch.uint8)
+        raw = bytes_in(tensor)
         rows = raw.new_empty(self.mesh.world_size, raw.numel())
         self.run(
             tensor, lambda group: self.all_gather(rows.view(-1), raw, group=group, async_op=True), what, self._name
