@@ -7,7 +7,10 @@ Note: exactly
     A loader of torch draws the seed of its sampler and of its workers when an epoch begins. The state of torch's
     generator at that moment, and the number of batches read since, are therefore the position. A resume draws and drops
     that many batches, and then gives torch's, numpy's and Python's generators back the states that the checkpoint had:
-    also what the dataset draws is that of an uninterrupted run. Between epochs there is nothing to repeat.
+    also what the dataset draws is that of an uninterrupted run. Between epochs there is nothing to repeat. A generator
+    that the loader or its sampler has goes back to its state when the epoch began. Workers that stay for the next epoch
+    (`persistent_workers=True`) draw no seed then, so a resume starts workers before it repeats such an epoch; what
+    their datasets draw from generators of their own is new.
 """
 
 import json
@@ -71,7 +74,9 @@ class Resumable(Generic[_T]):
         self.epoch = 0
         """The number of whole epochs that were read."""
         self._read, self._start = 0, torch.get_rng_state()
-        self._resumes = False
+        self._own_starts = [one.get_state() for one in _generators(loader)]
+        self._has_begun = self._continues = self._resumes = False
+        """Whether workers may be there, whether the last epoch took those of the one before, and after a load."""
 
     def __len__(self) -> int:
         return len(self.loader)
@@ -80,11 +85,21 @@ class Resumable(Generic[_T]):
         sampler: Any = getattr(self.loader, "sampler", None)
         if hasattr(sampler, "set_epoch"):
             sampler.set_epoch(self.epoch)
-        skipped, self._resumes = self._read if self._resumes else 0, False
         now = torch.get_rng_state(), np.random.get_state(), random.getstate()
-        if skipped:
-            torch.set_rng_state(self._start)
-        self._start, self._read = torch.get_rng_state(), skipped
+        skipped = self._read if self._resumes else 0
+        has_workers, self._has_begun = self._stays and self._has_begun, True
+        if self._resumes:
+            if self._continues and not has_workers:
+                iter(self.loader)
+            torch.set_rng_state(self._start if skipped else now[0])
+            for own, state in zip(_generators(self.loader), self._own_starts, strict=True):
+                own.set_state(state)
+        self._start, self._own_starts = torch.get_rng_state(), [one.get_state() for one in _generators(self.loader)]
+        if self._resumes and has_workers and not self._continues:
+            # The seed that the workers of this epoch were started with.
+            torch.empty((), dtype=torch.int64, device="cpu").random_(generator=self.loader.generator)
+        self._continues = self._continues if self._resumes else has_workers
+        self._read, self._resumes = skipped, False
         batches = iter(self.loader)
         for _ in range(skipped):
             next(batches, None)
@@ -98,14 +113,34 @@ class Resumable(Generic[_T]):
         self.epoch, self._read = self.epoch + 1, 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position: the epoch, the batches read of it, and the generator's state when it began."""
-        size = self.loader.batch_size
-        return {"epoch": self.epoch, "batches": self._read, "batch_size": size, "generator": self._start.clone()}
+        """Return the position: the epoch, the batches read of it, and the generators' states when it began."""
+        is_inside = self._read > 0 or self._resumes
+        own = self._own_starts if is_inside else [one.get_state() for one in _generators(self.loader)]
+        return {
+            "epoch": self.epoch,
+            "batches": self._read,
+            "batch_size": self.loader.batch_size,
+            "generator": self._start.clone(),
+            "generators": [one.clone() for one in own],
+            "continues": self._continues if is_inside else self._stays and self._has_begun,
+        }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue from a position: the next iteration begins there."""
+        here = _generators(self.loader)
+        own = state_dict.get("generators", [one.get_state() for one in here])
+        if len(own) != len(here):
+            raise CheckpointError(
+                f"The loader was saved with {len(own)} generator(s) of its own and its sampler's, and has {len(here)} "
+                "now: pass generator= as in the run that saved, or call zero.load() without loader=."
+            )
         self.epoch, self._read = int(state_dict["epoch"]), int(state_dict["batches"])
-        self._start, self._resumes = state_dict["generator"], True
+        self._start, self._own_starts, self._resumes = state_dict["generator"], list(own), True
+        self._continues = bool(state_dict.get("continues")) and self._stays
+
+    @property
+    def _stays(self) -> bool:
+        return bool(getattr(self.loader, "persistent_workers", False))
 
     def take_over(self, states: list[Mapping[str, Any]], ranks: int) -> None:
         """Continue from the positions of another number of ranks.
@@ -130,7 +165,15 @@ class Resumable(Generic[_T]):
             )
         ((epoch, batches, batch_size),) = positions
         here = batches * batch_size * len(states) // (size * ranks)
-        self.load_state_dict({"epoch": epoch, "batches": here, "generator": states[0]["generator"]})
+        self.load_state_dict({**states[0], "epoch": epoch, "batches": here})
+
+
+def _generators(loader: Any) -> list[torch.Generator]:
+    """Return the generators that a loader and its samplers have, each once."""
+    batches = getattr(loader, "batch_sampler", None)
+    places = (loader, getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None))
+    found = (getattr(one, "generator", None) for one in places)
+    return list({id(one): one for one in found if isinstance(one, torch.Generator)}.values())
 
 
 def states_of(mesh: Mesh, loader: Stateful, extra: Mapping[str, Any]) -> dict[str, Any]:

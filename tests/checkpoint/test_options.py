@@ -2,11 +2,12 @@
 
 import os
 import stat
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, TensorDataset
 
 import zeroshard as zs
 from zeroshard.checkpoint.verify import verify
@@ -99,6 +100,50 @@ def test_batches_continue_where_they_were_saved(workers: int, count: int, tmp_pa
     assert read(again, len(expected)) == expected
     assert again.epoch == 1
     assert zero.load(path).extra == {"mine": 1}
+
+
+def seeded() -> torch.Generator:
+    return torch.Generator().manual_seed(5)
+
+
+LOADERS: dict[str, Callable[[], DataLoader]] = {
+    "its own generator": lambda: DataLoader(DATA, 3, shuffle=True, generator=seeded()),
+    "a generator of its sampler": lambda: DataLoader(DATA, 3, sampler=RandomSampler(DATA, generator=seeded())),
+    "batches": lambda: DataLoader(
+        DATA, batch_sampler=BatchSampler(RandomSampler(DATA, generator=seeded()), batch_size=3, drop_last=False)
+    ),
+    "workers that stay": lambda: DataLoader(DATA, 3, shuffle=True, num_workers=1, persistent_workers=True),
+}
+
+
+@pytest.mark.parametrize("kind", LOADERS)
+def test_each_epoch_continues(kind: str, tmp_path: Path) -> None:
+    def start(seed: int) -> tuple[zs.Zero, zs.Resumable]:
+        torch.manual_seed(seed)
+        return zs.shard(torch.nn.Linear(2, 2)), zs.Resumable(LOADERS[kind]())
+
+    expected = read(start(3)[1], 24)
+    for count in (3, 8, 11, 16, 21):
+        zero, loader = start(3)
+        assert read(loader, count) == expected[:count]
+        path = zero.save(tmp_path / f"step-{count}", loader=loader)
+        zero, loader = start(9)
+        zero.load(path, loader=loader)
+        again = zero.save(tmp_path / f"again-{count}", loader=loader)  # before anything is read
+        zero, loader = start(10)
+        zero.load(again, loader=loader)
+        assert read(loader, 24 - count) == expected[count:], count
+        zero.load(path, loader=loader)  # back, in one process
+        assert read(loader, 24 - count) == expected[count:], count
+
+
+def test_a_generator_that_is_gone_is_refused(tmp_path: Path) -> None:
+    zero = zs.shard(torch.nn.Linear(2, 2))
+    path = zero.save(tmp_path / "a", loader=zs.Resumable(LOADERS["its own generator"]()))
+    with pytest.raises(
+        zs.CheckpointError, match=r"saved with 1 generator\(s\) of its own and its sampler's, and has 0"
+    ):
+        zero.load(path, loader=zs.Resumable(DataLoader(DATA, 3, shuffle=True)))
 
 
 def part(folder: str, loads: bool) -> list[list[int]]:
