@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import zeroshard as zs
@@ -85,6 +86,20 @@ def test_training_goes_on_while_the_moment_of_the_call_is_written(tmp_path: Path
     for name in ("at-once-2", "later-2", "again-2"):
         verify(tmp_path / name)
     assert not [name for name in os.listdir(tmp_path) if name.startswith(".")]
+
+
+def test_a_path_means_what_it_meant_at_the_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path)
+    zero = zs.shard(torch.nn.Linear(4, 1))
+    assert zero.save("step-1", asynchronous=True) == Path("step-1")
+    monkeypatch.chdir("other")
+    zero.wait()
+    assert sorted(one.name for one in tmp_path.iterdir() if not one.name.startswith(".")) == [
+        "LATEST",
+        "other",
+        "step-1",
+    ]
 
 
 def count_agreements(folder: str) -> tuple[int, int, int]:

@@ -75,6 +75,7 @@ def save_an_object(folder: str) -> str:
     [
         (save_different_extra, "extra, or the optimizers' hyper-parameters or step counters, differ between ranks"),
         (save_different_paths, "ranks were given different paths, steps or options"),
+        (save_different_paths, "\n  rank 1: path='"),
         (save_different_rates, "extra, or the optimizers' hyper-parameters or step counters, differ between ranks"),
         (save_different_copies, "ranks hold different copies of parameters or states"),
         (save_different_replicas, "made the same steps: rank 3 differs from rank 1"),

@@ -1,5 +1,7 @@
 """Replicas of sharded state (hybrid sharding): `replicate x shard` meshes against one copy over all ranks."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -74,6 +76,12 @@ def by_axes() -> list[object]:
     names = ("replicate", "shard")
     across = init_device_mesh("cpu", (2, 2), mesh_dim_names=names[::-1])
     return [train(3, 2), train(3, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=names)), train(3, mesh=across)]
+
+
+@pytest.mark.parametrize(("replicas", "error"), [(0, ValueError), ("2", TypeError), (True, TypeError)])
+def test_what_is_no_number_of_replicas_is_refused_by_name(replicas: Any, error: type[Exception]) -> None:
+    with pytest.raises(error, match=r"^replicas must be"):
+        zs.shard(nn.Linear(2, 2), replicas=replicas)
 
 
 def test_replicas_are_an_axis_of_a_mesh() -> None:

@@ -438,6 +438,8 @@ def test_arguments_are_checked(change: dict[str, Any], error: type[Exception], t
 
 def test_a_secret_that_others_can_read_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "secret"
+    with pytest.raises(FileNotFoundError, match=r"secret does not exist. Write one with: head -c 32"):
+        read_secret(path)
     path.write_bytes(b"a" * 32)
     path.chmod(0o640)
     with pytest.raises(ValueError, match=r"other users can read it. Run: chmod 600"):

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import io
 from typing import Any
 
 import pytest
@@ -167,3 +168,10 @@ def test_the_handle_is_not_the_model() -> None:
     with pytest.raises(AttributeError, match="no attribute 'paramters'") as caught:
         zero.paramters  # noqa: B018
     assert "zs.shard" not in str(caught.value)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_an_optimizer_is_not_pickled(stage: int) -> None:
+    _, optimizer = made(stage, 1)
+    with pytest.raises(TypeError, match=r"'.*' is sharded, so what holds it, .* cannot be pickled. Call zero.save"):
+        torch.save(optimizer, io.BytesIO())

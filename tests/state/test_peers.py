@@ -73,14 +73,22 @@ def test_what_other_libraries_write_is_refused_with_what_to_write(what: str) -> 
 
 @pytest.mark.parametrize(
     ("stage", "meant"),
-    [("3", 3), ("zero2", 2), ("ZeRO-1", 1), ("stage 0", 0), ("FULL_SHARD", 3), ("ShardingStrategy.SHARD_GRAD_OP", 2)],
+    [
+        (3.0, 3),
+        ("3", 3),
+        ("zero2", 2),
+        ("ZeRO-1", 1),
+        ("stage 0", 0),
+        ("FULL_SHARD", 3),
+        ("ShardingStrategy.SHARD_GRAD_OP", 2),
+    ],
 )
 def test_a_stage_by_another_name_is_refused_with_its_number(stage: Any, meant: int) -> None:
     with pytest.raises(ValueError, match=rf"^stage must be one of .*; got {stage!r}\. Write stage={meant}\.$"):
         zs.shard(*stack(), stage=stage)
 
 
-@pytest.mark.parametrize("stage", [4, "33", "huge"])
+@pytest.mark.parametrize("stage", [4, 2.5, "33", "huge"])
 def test_what_is_no_stage_is_refused_without_a_guess(stage: Any) -> None:
     with pytest.raises(ValueError, match=rf"; got {stage!r}\.$"):
         zs.shard(*stack(), stage=stage)

@@ -210,7 +210,9 @@ def agree_on(engine: Engine, plan: Plan, what: str, options: str) -> None:
     message = "ranks were given different paths, steps or options, or their optimizers hold different states. " + ADVICE
     common = [plan.step, str(plan.path), plan.keep, plan.mode, options]
     digest = _crc32_of([*common, *sorted(plan.aliases.items()), *plan.specs])
-    agree_equal(engine, f"{what}: comparing what is to be saved", digest, message, common=_crc32_of(common))
+    shown = f"path={str(plan.path)!r}, step={plan.step}, keep={plan.keep}, mode={plan.mode}, {options}"
+    where = f"{what}: comparing what is to be saved"
+    agree_equal(engine, where, digest, message, common=_crc32_of(common), shown=shown)
     message = (
         "extra, or the optimizers' hyper-parameters or step counters, differ between ranks, but a checkpoint holds "
         "one value. Give the same values on every rank; gather values of single ranks first. " + ADVICE

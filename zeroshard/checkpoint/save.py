@@ -114,7 +114,8 @@ class Saver:
                 make_folder(plan, folder)
         try:
             if asynchronous:
-                self._start(plan, folder, what)
+                # The program may change its folder before the files are written.
+                self._start(replace(plan, path=target.absolute()), folder.absolute(), what)
             else:
                 self._write(plan, folder, what)
         except CheckpointError:

@@ -68,17 +68,22 @@ def describe(failure: Exception | None) -> str:
     return text if text.endswith((".", ":")) else f"{text}."
 
 
-def agree_equal(engine: Engine, what: str, digest: int, message: str, *, common: int | None = None) -> None:
+def agree_equal(
+    engine: Engine, what: str, digest: int, message: str, *, common: int | None = None, shown: str = ""
+) -> None:
     """Raise on every rank unless all digests are equal.
 
     Args:
         digest: equal at each place of a pipe.
         common: equal on all ranks, at least 0; `digest` by default.
+        shown: the values of this rank, which the error lists where ranks have others.
 
-    Collective: as `meet`.
+    Collective: as `meet`; where digests differ, an all-gather of 4 KiB.
     """
     least, greatest = engine.order.barrier(what, digest)
     value, span = (digest if common is None else common) if least == greatest else -1, engine.order.votes.span
     least, greatest = span(what, value), -span(what, -value)
     if least < greatest or least < 0:
-        raise CheckpointError(f"{what}: {message}")
+        texts = engine.comm.across.texts(shown, f"the values in {what}")
+        lines = f"\n{engine.mesh.across.lines(texts)}" if len({*texts}) > 1 else ""
+        raise CheckpointError(f"{what}: {message}{lines}")

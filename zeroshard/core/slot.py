@@ -6,7 +6,7 @@ Owns the slot that each sharded parameter and each optimizer slice references. I
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Protocol, final
+from typing import NoReturn, Protocol, final
 
 import torch
 
@@ -148,6 +148,12 @@ class Slot:
         self.master_grad: Tensor | None = None
         self.wide: tuple[int, Tensor] | None = None
         """The master's gradient in the dtype of the update, and the version of the held gradient it was made from."""
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            f"'{self.name}' is sharded, so what holds it, such as the optimizer, cannot be pickled. Call "
+            "zero.save(path), or torch.save(optimizer.state_dict(), path) under zero.gathered(states=True)."
+        )
 
     def living_owner(self) -> "Owner":
         """Return the owner.

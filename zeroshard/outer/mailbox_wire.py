@@ -96,6 +96,9 @@ def read_secret(path: str | Path) -> bytes:
         ValueError: other users can read the file, or the secret has fewer than 16 or more than 4,096 bytes.
         OSError: the file cannot be read.
     """
+    make = f"Write one with: head -c 32 /dev/urandom | base64 > {path}"
+    if not Path(path).exists():
+        raise FileNotFoundError(f"secret_file {path} does not exist. {make}; chmod 600 {path}")
     with Path(path).open("rb") as file:
         if os.fstat(file.fileno()).st_mode & 0o077:
             raise ValueError(f"secret_file {path}: other users can read it. Run: chmod 600 {path}")
@@ -103,7 +106,7 @@ def read_secret(path: str | Path) -> bytes:
     if not _LEAST_SECRET_BYTES <= len(secret) <= _MOST_SECRET_BYTES:
         raise ValueError(
             f"secret_file {path}: a secret has {_LEAST_SECRET_BYTES} to {_MOST_SECRET_BYTES} bytes; this one has "
-            f"{len(secret)}. Write one with: head -c 32 /dev/urandom | base64 > {path}"
+            f"{len(secret)}. {make}"
         )
     return secret
 

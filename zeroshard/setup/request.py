@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from zeroshard.core.parameter import ShardedParameter
 from zeroshard.core.slot import Form
 from zeroshard.describe.asked import Asked, resolve
-from zeroshard.describe.axes import Axes, ranks_of
+from zeroshard.describe.axes import Axes, check_count, ranks_of
 from zeroshard.describe.blocks import members
 from zeroshard.describe.ignored import ignored_of
 from zeroshard.describe.offload import OffloadLike, row_with
@@ -77,7 +77,7 @@ class Request:
         """Return the arguments with the number of replicas as the mesh.
 
         Raises:
-            ValueError: both were given.
+            ValueError, TypeError: both were given, or no number of at least 1.
         """
         if self.replicas is None:
             return self
@@ -85,7 +85,7 @@ class Request:
             raise ValueError(
                 f"Give replicas={self.replicas} or mesh=, not both: a DeviceMesh has an axis 'replicate' for copies."
             )
-        return dataclasses.replace(self, mesh=self.replicas, replicas=None)
+        return dataclasses.replace(self, mesh=check_count("replicas", self.replicas), replicas=None)
 
     @property
     def asked(self) -> Asked:

@@ -8,6 +8,7 @@ import difflib
 import json
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, Literal, Self, final, get_args, get_origin
@@ -346,9 +347,12 @@ def _typed(section: str, key: str, text: str) -> Any:
 def _explain(error: ValidationError) -> list[str]:
     """Return one line for each wrong setting: its name, the value, and what is expected."""
     lines = []
-    for problem in error.errors():
+    # Of a setting of several types, each is a problem of its own, whose place ends with the type.
+    for place, problems in groupby(error.errors(), lambda one: one["loc"][:2]):
+        problem, *others = problems
         message = problem["msg"].removeprefix("Value error, ")
-        name = ".".join(str(part) for part in problem["loc"])
+        message += "".join(f"; or: {one['msg']}" for one in others)
+        name = ".".join(map(str, place))
         section, _, key = name.rpartition(".")
         if section and message.startswith((f"{key}=", f"{key} must")) and _shown(problem["input"]) in message:
             lines.append(f"{section}.{message}")
