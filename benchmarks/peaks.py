@@ -186,13 +186,11 @@ def trace_gpt(config: GPTConfig, batch: int, treatment: str, steps: int = 1, per
     """Trace the same steps."""
     with torch.device("meta"):
         model, inputs = make_gpt(config, batch, treatment)
-    units = [f"blocks.{index}" for index in range(config.depth)]
     return trace_step(
         lambda model, *inputs: model(*inputs),
         model,
         inputs,
         optimizer=torch.optim.AdamW,
-        units=units,
         steps=steps,
         personality=personality,
     )

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from zeroshard.plan.trace.events import Phase, Trace
 from zeroshard.plan.trace.tracer import trace_step
 
-from .unit_bytes import saved_by_module
+from .saved_bytes import saved_by_module
 
 B, S, H, HEADS = 2, 40, 64, 4
 ROWS = B * S

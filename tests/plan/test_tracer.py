@@ -16,7 +16,7 @@ from zeroshard.plan.trace.events import Category, Phase, Trace
 from zeroshard.plan.trace.tracer import trace_step
 from zeroshard.train.models.gpt import GPT, GPTConfig
 
-from .unit_bytes import by_unit, saved_by_module
+from .saved_bytes import saved_by_module, saved_within
 
 B, S, H = 4, 32, 64
 ROWS = B * S
@@ -83,7 +83,7 @@ def test_a_module_saves_what_is_counted_by_hand(module: nn.Module, saved: dict[s
 def test_parameters_that_autograd_saves_are_no_activations() -> None:
     trace = traced(nn.Linear(H, 3 * H), is_leaf=True)
     assert by_category(trace)["parameter"] == 4 * (3 * H * H + 3 * H)
-    assert [one.category for one in trace.saved] == [Category.INPUT]
+    assert {one.category for one in trace.events if one.storage in trace.saved} == {Category.INPUT}
 
 
 def test_a_storage_counts_once_however_many_views_are_saved() -> None:
@@ -123,16 +123,14 @@ def test_a_block_of_the_gpt_saves_what_is_counted_by_hand() -> None:
     width, heads = config.width, config.heads
     with torch.device("meta"):
         model, tokens = GPT(config), torch.empty(B, S, dtype=torch.int64)
-    trace = trace_step(lambda model, *x: model(*x), model, [tokens, tokens], units=["blocks.0", "blocks.1"])
-    block = by_unit(trace)["blocks.0"]
+    trace = trace_step(lambda model, *x: model(*x), model, [tokens, tokens])
     # Two norms: input and two numbers a row; the product behind each: its input. Rotated queries and keys; values, with
     # the storage of all three before; the mixed heads, as attention gives them and as the product behind it takes them,
     # and a sum for each. The MLP: its ReLU, which the square keeps as well, and the square.
     norms = 2 * (ROWS * width + 2 * ROWS) + 2 * ROWS * width
     attention = 2 * ROWS * width + 3 * ROWS * width + 2 * ROWS * width + ROWS * heads
-    assert block.saved == 4 * (norms + attention + 2 * ROWS * 4 * width)
-    assert block.inputs == block.outputs == 4 * ROWS * width
-    assert by_unit(trace)["blocks.1"].saved == block.saved
+    for name in ("blocks.0", "blocks.1"):
+        assert saved_within(trace, name) == 4 * (norms + attention + 2 * ROWS * 4 * width)
 
 
 # -- lifetimes and categories -----------------------------------------------------------------------------------------
@@ -219,7 +217,6 @@ class Stack(nn.Module):
         return x
 
 
-UNITS = tuple(f"blocks.{index}" for index in range(3))
 HIDDEN, INNER = 4 * ROWS * H, 4 * ROWS * 4 * H
 selective = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default])
 
@@ -235,16 +232,14 @@ selective = functools.partial(create_selective_checkpoint_contexts, [torch.ops.a
     ids=["kept", "recompute", "selective"],
 )
 def test_a_checkpointed_block_saves_its_input(wrap: Callable[..., Tensor], saved: int) -> None:
-    trace = traced(Stack(wrap), is_leaf=True, units=UNITS)
-    found = by_unit(trace)
-    # A result that is kept is the next block's input, and counts there.
+    trace = traced(Stack(wrap), is_leaf=True)
+    # A result that is kept is the next block's input.
     shared = HIDDEN * (saved == 2 * HIDDEN + INNER)
-    assert [found[name].saved for name in UNITS] == [saved - shared, saved - shared, saved]
-    assert trace.saved_bytes() == 3 * saved - 2 * shared
+    assert trace.saved_bytes() == sum(saved_by_module(trace).values()) == 3 * saved - 2 * shared
 
 
 def test_a_recomputation_is_seen_in_the_backward() -> None:
-    trace = traced(Stack(functools.partial(checkpoint, use_reentrant=False)), units=UNITS)
+    trace = traced(Stack(functools.partial(checkpoint, use_reentrant=False)))
     again = [
         e for e in trace.events if e.phase is Phase.BACKWARD and e.category is Category.ACTIVATION and e.nbytes > 0
     ]
@@ -258,19 +253,9 @@ def test_a_recomputation_is_seen_in_the_backward() -> None:
 
 
 def test_a_reentrant_checkpoint_is_traced() -> None:
-    trace = traced(Stack(functools.partial(checkpoint, use_reentrant=True)), is_leaf=True, units=UNITS)
+    trace = traced(Stack(functools.partial(checkpoint, use_reentrant=True)), is_leaf=True)
     assert trace.saved_bytes() == 3 * HIDDEN
     assert by_category(trace)["gradient"] == by_category(trace)["parameter"]
-
-
-def test_transient_bytes_of_units() -> None:
-    found = by_unit(traced(Stack(lambda block, x: block(x)), is_leaf=True, units=UNITS))
-    assert found["blocks.1"].forward == 0
-    # The gradient of the inner activations, before and after the GELU; with the first, what was saved of it goes.
-    assert found["blocks.1"].backward == INNER
-    again = by_unit(traced(Stack(functools.partial(checkpoint, use_reentrant=False)), is_leaf=True, units=UNITS))
-    assert again["blocks.1"].forward == 2 * INNER - HIDDEN  # what is made and not kept, but for the result
-    assert again["blocks.1"].backward > found["blocks.1"].backward
 
 
 # -- the model is the user's ------------------------------------------------------------------------------------------
@@ -332,8 +317,6 @@ def test_bytes_at_two_batches_predict_a_third() -> None:
 
 def test_what_is_wrong_is_said() -> None:
     x = torch.empty(B, S, H)
-    with pytest.raises(ValueError, match="no module named 'layers'"):
-        trace_step(total, nn.Linear(H, H), [x], units=["layers"])
     with pytest.raises(ValueError, match=r"'tpu' is unknown; known: cpu, cuda\."):
         trace_step(total, nn.Linear(H, H), [x], personality="tpu")
     with pytest.raises(ValueError, match="steps must be at least 1, got 0"):

@@ -148,7 +148,6 @@ def trace_job(
                 step,
                 copied,
                 [inputs if isinstance(inputs, Mapping) else tuple(inputs), *borders],
-                units=[name for name in names if name],
                 personality="cpu" if is_cpu else "cuda",
                 reads=reads,
                 takes_gradients=True,

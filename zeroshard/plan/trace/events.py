@@ -23,7 +23,7 @@ from zeroshard.plan.machine.hardware import Cost
 from zeroshard.plan.shape.tape import Exchange
 from zeroshard.table.schedule import Mark
 
-__all__ = ["Category", "Event", "Landed", "Marked", "Phase", "Saved", "Span", "Trace"]
+__all__ = ["Category", "Event", "Landed", "Marked", "Phase", "Trace"]
 
 
 @final
@@ -78,42 +78,6 @@ class Event:
 
 @final
 @dataclass(frozen=True, slots=True)
-class Saved:
-    """A storage that the forward keeps for the backward.
-
-    Args:
-        nbytes: bytes of the storage.
-        storage: its number, as in events.
-        module: the module that kept it first; if a module around its maker kept it, the maker.
-        maker: the module that made it; "" also for inputs of the step.
-        category: category of the storage: a saved input of the step remains an input.
-    """
-
-    nbytes: int
-    storage: int
-    module: str
-    maker: str
-    category: Category
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class Span:
-    """One execution of a unit's forward or backward.
-
-    Args:
-        start: index of its first event.
-        stop: index of the first event after it.
-    """
-
-    unit: str
-    phase: Phase
-    start: int
-    stop: int
-
-
-@final
-@dataclass(frozen=True, slots=True)
 class Landed:
     """A complete gradient that was taken from its parameter.
 
@@ -152,11 +116,8 @@ class Trace:
 
     Args:
         events: in order; an event's `order` is its index.
-        saved: storages that each forward kept for its backward, each once; of all traced steps.
-        spans: executions of units, by start.
-        units: names of the requested modules.
-        edges: (bytes of inputs, bytes of outputs) of each unit that ran.
-        personality: name of the traced kernels.
+        saved: the module that kept it first, for each storage that a forward kept for its backward, of all traced
+            steps; if a module around its maker kept it, the maker.
         kernels: (index of the first event after it, cost) of each operation that computes or copies.
         marks: gradients taken from their parameters, and uses of units, in order; empty if they are not observed.
         exchanges: (index of the first event after it, collective) of each collective among the step's operations.
@@ -165,11 +126,7 @@ class Trace:
     """
 
     events: Sequence[Event]
-    saved: Sequence[Saved]
-    spans: Sequence[Span]
-    units: Sequence[str]
-    edges: Mapping[str, tuple[int, int]]
-    personality: str
+    saved: Mapping[int, str]
     kernels: Sequence[tuple[int, Cost]] = ()
     marks: Sequence[Landed | Marked] = ()
     exchanges: Sequence[tuple[int, Exchange]] = ()
@@ -186,11 +143,7 @@ class Trace:
 
     def saved_bytes(self) -> int:
         """Return all bytes that the forward keeps for the backward."""
-        return sum(one.nbytes for one in self.saved)
-
-    def unit_of(self, module: str) -> str:
-        """Return the innermost unit that contains a module; "" if there is none."""
-        return unit_of(module, frozenset(self.units))
+        return sum(one.nbytes for one in self.events if one.nbytes > 0 and one.storage in self.saved)
 
 
 def unit_of(module: str, units: frozenset[str]) -> str:

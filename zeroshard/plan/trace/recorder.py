@@ -32,7 +32,7 @@ from torch.utils.flop_counter import flop_registry
 
 from zeroshard.plan.machine.hardware import Cost
 from zeroshard.plan.shape.tape import Exchange
-from zeroshard.plan.trace.events import Category, Event, Landed, Marked, Phase, Saved, Span, Trace, unit_of
+from zeroshard.plan.trace.events import Category, Event, Landed, Marked, Phase, Trace
 from zeroshard.plan.trace.personality import Personality, exchange_of, is_wait
 from zeroshard.table.schedule import Mark
 from zeroshard.torch_private import (
@@ -92,30 +92,24 @@ class Recorder(DispatchMode):
 
     Args:
         kernels: the device's kernels.
-        units: names of modules.
         reads: returns the values that the model reads.
         takes_gradients: whether gradients are taken from their parameters when they are complete.
     """
 
     def __init__(
-        self,
-        kernels: Personality,
-        units: Sequence[str],
-        reads: Callable[[Tensor], Any] | None,
-        *,
-        takes_gradients: bool = False,
+        self, kernels: Personality, reads: Callable[[Tensor], Any] | None, *, takes_gradients: bool = False
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._reads, self._takes_gradients = reads, takes_gradients
         self.pause = Pause()
         """A context whose operations are not recorded."""
         self.phase = Phase.BEFORE
-        self.kernels, self._units = kernels, tuple(units)
+        self.kernels = kernels
         # Events, by column: bytes, storage, phase, module, operation.
         self._events: list[tuple[int, int, Phase, str, str]] = []
         self._operation = ""
         self._categories: list[Category] = []
-        self._makers: list[tuple[Phase, str]] = []
+        self._makers: list[str] = []
         self._live: dict[int, tuple[weakref.ref[Any], int, int]] = {}  # by storage: reference, number, bytes
         self._saved: dict[int, str] = {}
         self._recomputed: list[int] = []
@@ -126,8 +120,6 @@ class Recorder(DispatchMode):
         self._results: dict[int, weakref.ref[Tensor]] = {}
         self._unshared = -1
         self._hooks: list[Any] = []
-        self._spans: list[Span] = []
-        self._edges: dict[str, tuple[int, int]] = {}
         self._kernels: list[tuple[int, Cost]] = []
         self._marks: list[Landed | Marked] = []
         self._exchanges: list[tuple[int, Exchange]] = []
@@ -184,20 +176,9 @@ class Recorder(DispatchMode):
             Event(order, nbytes, number, self._categories[number], phase, module, operation)
             for order, (nbytes, number, phase, module, operation) in enumerate(self._events)
         )
-        sizes = {event.storage: event.nbytes for event in events if event.nbytes > 0}
-        saved = tuple(
-            Saved(sizes[number], number, module, self._makers[number][1], self._categories[number])
-            for number, module in self._saved.items()
-            if number in sizes
-        )
-        spans = sorted([*self._spans, *_backward_spans(events, frozenset(self._units))], key=lambda span: span.start)
         return Trace(
             events,
-            saved,
-            tuple(spans),
-            self._units,
-            MappingProxyType(dict(self._edges)),
-            self.kernels.name,
+            MappingProxyType(dict(self._saved)),
             tuple(self._kernels),
             tuple(self._marks),
             tuple(self._exchanges),
@@ -247,7 +228,7 @@ class Recorder(DispatchMode):
         for _, number, _ in self._live.values():
             if self._categories[number] is Category.FORWARD and number != result:
                 self._categories[number] = Category.ACTIVATION
-                self._saved.setdefault(number, self._makers[number][1])
+                self._saved.setdefault(number, self._makers[number])
 
     @property
     def count(self) -> int:
@@ -273,7 +254,7 @@ class Recorder(DispatchMode):
         number = len(self._categories)
         module = self.module
         self._categories.append(category)
-        self._makers.append((self.phase, module))
+        self._makers.append(module)
         self._live[key] = (weakref.ref(storage, lambda _: self._gone(key, number, nbytes)), number, nbytes)
         self._event(nbytes, number, module)
         if self.phase is Phase.BACKWARD and torch.is_grad_enabled() and graph_task() >= 0:
@@ -326,7 +307,7 @@ class Recorder(DispatchMode):
             number = len(self._categories)
             module = self.module
             self._categories.append(_TEMPORARY[self.phase])
-            self._makers.append((self.phase, module))
+            self._makers.append(module)
             self._operation += " (workspace)"
             self._event(nbytes, number, module)
             self._event(-nbytes, number, module)
@@ -397,37 +378,15 @@ class Recorder(DispatchMode):
     def _enter(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         self._stack.append(name)
         self._mark()
-        if name in self._units and self.phase is Phase.FORWARD:
-            given = self._numbers((args, kwargs))
-            for number in given:
-                # Tensors that activation checkpointing saves around a unit belong to the unit.
-                if self._saved.get(number, name) != name and _is_inside(name, self._saved[number]):
-                    self._saved[number] = name
-            self._edges.setdefault(name, (sum(given.values()), 0))
-            self._spans.append(Span(name, Phase.FORWARD, len(self._events), -1))
 
     def _leave(self, name: str, module: nn.Module, args: Any, result: Any) -> None:
         self._stack.pop()
         self._mark()
-        if name in self._units and self.phase is Phase.FORWARD:
-            inputs, outputs = self._edges[name]
-            self._edges[name] = (inputs, outputs or sum(self._numbers(result).values()))
-            index = max(i for i, s in enumerate(self._spans) if s.unit == name and s.stop < 0)
-            self._spans[index] = Span(name, Phase.FORWARD, self._spans[index].start, len(self._events))
 
     def _mark(self) -> None:
         """Assign graph nodes created from now on to the innermost module."""
         self._node_numbers.append(next_node_number())
         self._node_modules.append(self._stack[-1] if self._stack else "")
-
-    def _numbers(self, value: Any) -> dict[int, int]:
-        """Return the bytes of the tensors in a value, by storage number, without parameters and buffers."""
-        found: dict[int, int] = {}
-        for tensor in find(value, Tensor):
-            number = self.number_of(tensor)
-            if number is not None and self._categories[number] not in (Category.PARAMETER, Category.BUFFER):
-                found[number] = max(found.get(number, 0), local_of(tensor).nbytes)
-        return found
 
     def _accumulated(self, parameter: Tensor) -> None:
         if (grad := parameter.grad) is None:
@@ -443,21 +402,3 @@ class Recorder(DispatchMode):
 
 def _is_in_place(func: Any) -> bool:
     return str(func.overloadpacket).endswith("_")
-
-
-def _is_inside(name: str, ancestor: str) -> bool:
-    return not ancestor or name.startswith(f"{ancestor}.")
-
-
-def _backward_spans(events: Sequence[Event], units: frozenset[str]) -> list[Span]:
-    """Return the intervals of events in a backward that belong to one unit."""
-    found: list[Span] = []
-    for event in events:
-        if event.phase is not Phase.BACKWARD:
-            continue
-        unit = unit_of(event.module, units)
-        if found and found[-1].unit == unit and found[-1].stop == event.order:
-            found[-1] = Span(unit, Phase.BACKWARD, found[-1].start, event.order + 1)
-        else:
-            found.append(Span(unit, Phase.BACKWARD, event.order, event.order + 1))
-    return found

@@ -31,7 +31,6 @@ def trace_step(
     inputs: Sequence[Any] = (),
     *,
     optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None,
-    units: Sequence[str] = (),
     personality: str = "cpu",
     micro_batches: int = 1,
     steps: int = 1,
@@ -51,7 +50,6 @@ def trace_step(
         model: with parameters on any device, including "meta".
         inputs: tensors on any device, or containers of tensors.
         optimizer: makes the optimizer from the parameters, e.g. `torch.optim.AdamW`; None for no updates.
-        units: names of modules whose bytes are summed.
         personality: name of the kernels, "cpu" or "cuda".
         micro_batches: number of forwards and backwards per step, each with the same inputs.
         steps: number of traced steps; the first step starts without gradients and optimizer states.
@@ -81,11 +79,8 @@ def trace_step(
     for name, count in (("micro_batches", micro_batches), ("steps", steps)):
         if count < 1:
             raise ValueError(f"{name} must be at least 1, got {count}.")
-    names = {name for name, _ in model.named_modules()}
-    if missing := [name for name in units if name not in names]:
-        raise ValueError(f"The model has no module named {', '.join(map(repr, missing))}; see model.named_modules().")
     kernels = PERSONALITIES[personality]()
-    recorder = Recorder(kernels, units, reads, takes_gradients=takes_gradients)
+    recorder = Recorder(kernels, reads, takes_gradients=takes_gradients)
     with ExitStack() as stack:
         stack.enter_context(fake_tensors())
         fakes = Fakes()
