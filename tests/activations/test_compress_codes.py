@@ -9,7 +9,7 @@ from torch import Tensor
 from zeroshard.activations import compress_codes as codes
 from zeroshard.activations import compress_rounded as rounded
 from zeroshard.activations.values import Values, is_plain, values_of
-from zeroshard.torch_private import fake_tensors
+from zeroshard.torch_private import fake_tensors, is_dense
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 SIZES = (1, 7, 8, 9, 1000, codes._CHUNK - 1, codes._CHUNK + 8, 2 * codes._CHUNK + 3)
@@ -81,7 +81,7 @@ def test_forms_keep_shape_and_strides(view: object) -> None:
     form = codes.form_of(tensor)
     if tensor.stride()[1] != 0:
         assert_same_bits(form.spread(codes.flat_of(tensor).clone()), tensor)
-    assert (form.offset is not None) == codes.is_compact(tensor)
+    assert (form.offset is not None) == is_dense(tensor)
 
 
 @pytest.mark.parametrize("kernel", [2, 3, (3, 2)])

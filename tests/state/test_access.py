@@ -173,5 +173,5 @@ def test_the_handle_is_not_the_model() -> None:
 @pytest.mark.parametrize("stage", STAGES)
 def test_an_optimizer_is_not_pickled(stage: int) -> None:
     _, optimizer = made(stage, 1)
-    with pytest.raises(TypeError, match=r"'.*' is sharded, so what holds it, .* cannot be pickled. Call zero.save"):
+    with pytest.raises(TypeError, match=r"'.*' is sharded, so its optimizer cannot be pickled. Call zero.save"):
         torch.save(optimizer, io.BytesIO())

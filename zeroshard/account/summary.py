@@ -20,7 +20,7 @@ from zeroshard.describe.offload import reached
 from zeroshard.describe.units import UnitPlan
 from zeroshard.table.bytes import add_bytes, kept_bytes, on_device
 from zeroshard.table.schedule import ROOT
-from zeroshard.table.sizes import size_text
+from zeroshard.table.sizes import aligned, size_text
 from zeroshard.update.kernels import describe_waits
 from zeroshard.update.optimizer import ShardedOptimizer
 from zeroshard.wire.mesh import Mesh
@@ -61,7 +61,8 @@ def summarize(engine: Engine, optimizers: Sequence[ShardedOptimizer], row: str) 
     saved = [
         f"{what}: {engine.ledger.peak[of]:,} bytes at most" for of, what in SAVED.items() if of in engine.ledger.peak
     ]
-    table = _aligned([HEADS, *lines, total])
+    words = [place for place, head in enumerate(HEADS) if head in ("unit", "dtype", "kept")]
+    table = aligned([HEADS, *lines, total], words)
     waits = [
         describe_waits(engine.guard, one.optimizer) for one in optimizers if engine.guard.is_awaited(one.optimizer)
     ]
@@ -215,16 +216,3 @@ def _states_by_unit(units: Sequence[Unit], optimizers: Sequence[ShardedOptimizer
                 v.nbytes for v in values if isinstance(v, torch.Tensor) and (is_here or id(v) in is_small)
             )
     return found
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return lines of equal columns: words to the left, numbers to the right."""
-    widths = [max(len(row[place]) for row in rows) for place in range(len(rows[0]))]
-    is_word = [head in ("unit", "dtype", "kept") for head in rows[0]]
-    return [
-        "  ".join(
-            cell.ljust(width) if left else cell.rjust(width)
-            for cell, width, left in zip(row, widths, is_word, strict=True)
-        ).rstrip()
-        for row in rows
-    ]

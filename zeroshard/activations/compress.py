@@ -48,7 +48,6 @@ from zeroshard.activations.compress_codes import (
     count_nonzero,
     flat_of,
     form_of,
-    is_compact,
     nonzero_values,
     pack_bits,
     pattern_of,
@@ -57,7 +56,7 @@ from zeroshard.activations.compress_codes import (
 from zeroshard.activations.compress_rounded import Rounded, RoundedTo, round_to
 from zeroshard.activations.values import Values, is_plain, values_of
 from zeroshard.describe.saved_nodes import Need, Use, Uses
-from zeroshard.torch_private import storage_of, users_of_storage, version_of
+from zeroshard.torch_private import is_dense, storage_of, users_of_storage, version_of
 from zeroshard.tree import find
 
 __all__ = ["Compress"]
@@ -107,7 +106,7 @@ class _Memory:
         tensors = [one.held.value for one in self.ones if one.need.kind != "shape"]
         first: Tensor = tensors[0]
         key = (first.storage_offset(), first.numel(), first.dtype)
-        same = all((one.storage_offset(), one.numel(), one.dtype) == key and is_compact(one) for one in tensors)
+        same = all((one.storage_offset(), one.numel(), one.dtype) == key and is_dense(one) for one in tensors)
         return first if same else None
 
 
@@ -230,7 +229,7 @@ class Compress(Link):
         """Keep one bit per element of tensors that only ReLUs and similar nodes read."""
         if known is not None and any(id(one.held.value) in known.roots for one in rest):
             return ""
-        if not all(one.need.kind in _SIGNS and is_compact(one.held.value) for one in rest):
+        if not all(one.need.kind in _SIGNS and is_dense(one.held.value) for one in rest):
             return ""
         half = (torch.float16, torch.bfloat16)
         if any(one.need.kind == "inside" and one.held.value.dtype in half for one in rest):

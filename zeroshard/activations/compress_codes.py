@@ -25,7 +25,7 @@ from typing import Any, final
 import torch
 
 from zeroshard.activations.values import Values, values_of
-from zeroshard.torch_private import without_modes
+from zeroshard.torch_private import is_dense, without_modes
 
 __all__ = [
     "Awaited",
@@ -41,7 +41,6 @@ __all__ = [
     "count_nonzero",
     "flat_of",
     "form_of",
-    "is_compact",
     "nonzero_values",
     "pack_bits",
     "pattern_of",
@@ -80,24 +79,14 @@ class Form:
         return made.copy_(flat.view(self.shape))
 
 
-def is_compact(tensor: Tensor) -> bool:
-    """Return whether a tensor's elements fill contiguous memory without gaps or overlaps."""
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size != 1 and stride != expected:
-            return False
-        expected *= size
-    return True
-
-
 def form_of(tensor: Tensor) -> Form:
     """Return the layout of a tensor in memory."""
-    return Form(tensor.shape, tensor.stride(), 0 if is_compact(tensor) else None)
+    return Form(tensor.shape, tensor.stride(), 0 if is_dense(tensor) else None)
 
 
 def flat_of(tensor: Tensor) -> Tensor:
     """Return a tensor's elements, in the order of `Form.spread`; an alias if the tensor is compact."""
-    if is_compact(tensor):
+    if is_dense(tensor):
         return tensor.as_strided((tensor.numel(),), (1,))
     return tensor.contiguous().view(-1)
 
@@ -378,7 +367,7 @@ def window_of(indices: Tensor, width: int, settings: Sequence[Sequence[int]]) ->
         settings: kernel size, stride, padding and dilation.
     """
     kernel, stride, padding, dilation = ((int(one[0]), int(one[-1])) for one in settings)
-    if kernel[0] * kernel[1] > 256 or not is_compact(indices):
+    if kernel[0] * kernel[1] > 256 or not is_dense(indices):
         return None
     high, wide = indices.shape[-2:]
     tops = torch.arange(high, device=indices.device).mul_(stride[0]).sub_(padding[0])

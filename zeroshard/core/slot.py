@@ -150,10 +150,7 @@ class Slot:
         """The master's gradient in the dtype of the update, and the version of the held gradient it was made from."""
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError(
-            f"'{self.name}' is sharded, so what holds it, such as the optimizer, cannot be pickled. Call "
-            "zero.save(path), or torch.save(optimizer.state_dict(), path) under zero.gathered(states=True)."
-        )
+        raise TypeError(f"'{self.name}' is sharded, so its optimizer cannot be pickled. Call zero.save(path).")
 
     def living_owner(self) -> "Owner":
         """Return the owner.

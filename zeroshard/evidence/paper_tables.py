@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple, final
 
+from zeroshard.table.sizes import aligned
+
 __all__ = ["Column", "Table", "Target", "Value"]
 
 Value = str | int | float | bool | None
@@ -42,14 +44,8 @@ class Table:
         """Return the table as plain text."""
         head = [column.title for column in self.columns]
         body = [[_shown(v, c.digits) for v, c in zip(row, self.columns, strict=True)] for row in self.rows]
-        widths = [max(len(line[place]) for line in (head, *body)) for place in range(len(head))]
-        is_text = [all(isinstance(row[place], str) for row in self.rows) for place in range(len(head))]
-        lines = [
-            "  ".join(
-                v.ljust(w) if left else v.rjust(w) for v, w, left in zip(line, widths, is_text, strict=True)
-            ).rstrip()
-            for line in (head, *body)
-        ]
+        texts = [place for place in range(len(head)) if all(isinstance(row[place], str) for row in self.rows)]
+        lines = aligned([head, *body], texts)
         rule = "-" * max(map(len, lines))
         return "\n".join([self.title, rule, lines[0], rule, *lines[1:], *(wrapped(note) for note in self.notes)])
 

@@ -6,10 +6,10 @@ Owns the table. It must not know how a plan is made (`planning.py`). Needs no to
 from collections.abc import Sequence
 from dataclasses import replace
 
-from zeroshard.plan.numbers import aligned, seconds
+from zeroshard.plan.numbers import seconds
 from zeroshard.plan.result import Plan
 from zeroshard.table.activations import Activations
-from zeroshard.table.sizes import GIB
+from zeroshard.table.sizes import GIB, aligned
 from zeroshard.table.stages import name_of_row
 
 __all__ = ["table_of"]

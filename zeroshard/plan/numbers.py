@@ -6,7 +6,7 @@ from typing import Final, TypeVar
 
 from zeroshard.table.sizes import GIB
 
-__all__ = ["aligned", "bar", "count", "nearest", "seconds", "thinned"]
+__all__ = ["bar", "count", "nearest", "seconds", "thinned"]
 
 _T = TypeVar("_T")
 BAR: Final = 40
@@ -42,10 +42,3 @@ def nearest(name: str, known: Iterable[str]) -> str:
 def seconds(number: float) -> str:
     """Return a time in seconds or milliseconds."""
     return f"{number:.2f} s" if number >= 1 else f"{1000 * number:.1f} ms"
-
-
-def aligned(rows: Iterable[Sequence[str]]) -> list[str]:
-    """Return lines with right-aligned columns."""
-    table = list(rows)
-    widths = [max(len(row[place]) for row in table) for place in range(len(table[0]))]
-    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table]

@@ -26,7 +26,7 @@ from zeroshard.plan.job import Options, check_options, check_shape
 from zeroshard.plan.machine.hardware import Device
 from zeroshard.plan.machine.profiles import device_for
 from zeroshard.plan.named import PRECISIONS
-from zeroshard.plan.numbers import aligned, thinned
+from zeroshard.plan.numbers import thinned
 from zeroshard.plan.offloading import choose_offload
 from zeroshard.plan.planning import LONGEST, plan_alone, plan_shape
 from zeroshard.plan.result import Plan
@@ -35,7 +35,7 @@ from zeroshard.plan.step.system import ZEROSHARD
 from zeroshard.plan.sums import micro_batches_of
 from zeroshard.plan.systems import with_loss
 from zeroshard.plan.trying import Candidate, Simulated
-from zeroshard.table.sizes import GIB
+from zeroshard.table.sizes import GIB, aligned
 from zeroshard.table.stages import STAGES, row_of_stage
 
 __all__ = ["Search", "search"]

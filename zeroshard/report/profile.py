@@ -15,6 +15,7 @@ from torch import nn
 from zeroshard.core.engine import Engine
 from zeroshard.report.probe import Probe
 from zeroshard.report.timeline import CATEGORIES, NO_UNIT, Slice, Timeline
+from zeroshard.table.sizes import aligned
 from zeroshard.update.optimizer import ShardedOptimizer
 
 __all__ = ["Profile"]
@@ -125,7 +126,7 @@ class Profile:
         cells.append(["share", *(f"{100 * ns / wall:.1f}%" for ns in (*totals, sum(totals)))])
         kind = "" if self._engine.mesh.device.type == "cpu" else "; times of the host, which runs ahead of the device"
         title = f"{self._engine.mesh} {self.steps} step(s) in {self.wall_s:.3f} s; milliseconds per step{kind}"
-        return "\n".join([title, *_aligned([["unit", *CATEGORIES, "total"], *cells])])
+        return "\n".join([title, *aligned([["unit", *CATEGORIES, "total"], *cells], [0])])
 
     def __str__(self) -> str:
         return self.table()
@@ -206,12 +207,3 @@ def _complete_event(rank: int, one: Slice, first_ns: int) -> dict[str, Any]:
 
 def _ms(ns: float) -> str:
     return f"{_MS_OF_NS * ns:.2f}"
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return lines with aligned columns: the first left-aligned, numbers right-aligned."""
-    widths = [max(len(row[place]) for row in rows) for place in range(len(rows[0]))]
-    return [
-        "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))])
-        for row in rows
-    ]

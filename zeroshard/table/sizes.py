@@ -1,8 +1,9 @@
-"""Bytes as text, in the same binary units wherever the package prints memory, files or traffic."""
+"""Bytes as text, in the same binary units wherever the package prints memory, files or traffic; tables as text."""
 
+from collections.abc import Collection, Sequence
 from typing import Final
 
-__all__ = ["GIB", "MIB", "size_text"]
+__all__ = ["GIB", "MIB", "aligned", "size_text"]
 
 MIB: Final = 1 << 20
 GIB: Final = 1 << 30
@@ -20,3 +21,17 @@ def size_text(nbytes: float) -> str:
     return next(
         (f"{nbytes / size:,{form}} {unit}" for unit, size, form in UNITS if nbytes >= size), f"{nbytes:.0f} bytes"
     )
+
+
+def aligned(rows: Sequence[Sequence[str]], left: Collection[int] = ()) -> list[str]:
+    """Return lines with columns of equal widths, aligned to the right but for those in `left`.
+
+    >>> from zeroshard.table.sizes import aligned
+    >>> aligned([["unit", "MiB"], ["a", "12"]], left=[0])
+    ['unit  MiB', 'a      12']
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    pads = [str.ljust if place in left else str.rjust for place in range(len(widths))]
+    return [
+        "  ".join(pad(cell, width) for pad, cell, width in zip(pads, row, widths, strict=True)).rstrip() for row in rows
+    ]
