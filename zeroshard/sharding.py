@@ -95,8 +95,8 @@ def shard(
             By default activations are kept.
         offload: the state that is stored in host memory or in files instead of on the device: "host" or a folder for
             optimizer states, master weights and gradients, or a `zs.Offload` for fractions of them (docs/offload.md).
-            "auto" moves to the host only the part of the states that does not fit half of the device's free memory, and
-            at stage 3 also parameters, if all the states are not enough.
+            "auto" moves to the host only the part of the states that does not fit half of the device's free memory; if
+            all states are not enough, also their gradients, and at stage 3 then parameters.
         parameters: how units keep their parameters, if not as `stage` says: "sharded", "until-backward" (gathered
             parameters stay full from the forward until the backward has used them), "until-step" (they stay full until
             the optimizer's step, for several micro-batches), "replicated" (never sharded), a cell, or a mapping from

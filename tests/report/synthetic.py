@@ -207,7 +207,7 @@ def plan(count: int = 4000, seed: int = 0) -> dict[str, Any]:
             "capacity_bytes": hardware["capacity_bytes"],
             "usable_bytes": hardware["usable_bytes"],
             "align_numel": 32,
-            "p95_ratio": 1.06,
+            "p90_ratio": 1.06,
             "defaults": {"stage": 3, "ranks": 8, "batch": 2, "sequence": 2048},
             "total_bytes": TOTAL_BYTES,
         },

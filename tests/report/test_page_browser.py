@@ -417,7 +417,7 @@ def test_the_badge_follows_the_bars(open_page: Open, plan: dict[str, Any]) -> No
     player = plan["player"]
     outside_bytes = player["capacity_bytes"] - player["usable_bytes"]
     for nbytes, verdict in seen.items():
-        fits = (nbytes - outside_bytes) * player["p95_ratio"] + outside_bytes <= player["capacity_bytes"]
+        fits = (nbytes - outside_bytes) * player["p90_ratio"] + outside_bytes <= player["capacity_bytes"]
         assert verdict == ("fits" if fits else "tight" if nbytes <= player["capacity_bytes"] else "no")
     assert {"fits", "no"} <= set(seen.values())
     opened.page.hover(".bar[data-rank='2'] [data-column='states']")

@@ -1,7 +1,7 @@
 """Gradients as the user and the optimizer see them, and norms over all ranks.
 
 Owns the tensor classes of `p.grad` for gradients that no rank keeps in full, and the single collective of all norms. It
-must not know hooks or passes. Read `core/buffer.py` ("the life of a gradient") first.
+must not know hooks or passes. Read `core/grads.py` ("the life of a gradient") first.
 
 Note: two views of one gradient
     `parameter.grad` is a `LogicalGradient`, with the parameter's global shape and no storage. It supports the

@@ -1,10 +1,10 @@
 """Tensors saved by autograd: parameters, which unpacking gathers, and activations with their treatments.
 
-Owns the only pair of saved-tensor hooks, around each outermost forward pass: of nested pairs, autograd runs only the
-innermost. A tensor saved from a bucket is packed with its unit, and unpacking gathers the unit first; this works for
-any graph, unlike hooks on gradients. Other tensors are stored in boxes (`activations/saved.py`), which a treatment
-processes after the forward that saved them. These hooks disable autograd's own version check, so boxes contain the
-versions for a check here.
+Owns the saved-tensor hooks of an engine, one pair around each outermost forward pass: of nested pairs, autograd runs
+only the innermost. A tensor saved from a bucket is packed with its unit, and unpacking gathers the unit first; this
+works for any graph, unlike hooks on gradients. Other tensors are stored in boxes (`activations/saved.py`), which a
+treatment processes after the forward that saved them. These hooks disable autograd's own version check, so boxes
+contain the versions for a check here.
 
 Note: derivatives of derivatives
     A backward with `create_graph=True` also saves tensors, and begins outside the hooks of modules. So a node that

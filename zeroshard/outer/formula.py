@@ -1,7 +1,7 @@
 """The arithmetic of an exchange between islands, on flat tensors.
 
-Owns the formulas, for islands of one launch and for islands that are launches of their own. It must not know ranks,
-messages or when an exchange happens.
+Owns the formulas for islands of one launch; `island_exchange.py` has those of launches of their own, in numpy. It must
+not know ranks, messages or when an exchange happens.
 
 Note: an exchange
     An anchor is what all islands have of a parameter, in fp32 or better. An island's change is its parameter minus the

@@ -188,7 +188,7 @@ def _player(plan: Mapping[str, Any]) -> Player | None:
         capacity_bytes=hardware["capacity_bytes"],
         usable_bytes=hardware["usable_bytes"],
         align_numel=max(1, _ALIGN // sizes["parameters"]),
-        p95_ratio=1 + plan["memory"]["error"]["nine_tenths"],
+        p90_ratio=1 + plan["memory"]["error"]["nine_tenths"],
         defaults=Defaults(
             stage=int(row.removeprefix(_STAGE)),
             ranks=options["ranks"] // options["tensor"] // options["copies"] // options["pipe"],

@@ -193,7 +193,7 @@ class Player(TypedDict):
     """The inputs of the closed forms of the stage player.
 
     `units` are the numbers of elements of each unit, the root first. Bytes are per element. Shards are rounded up to
-    `align_numel`: a power of two up to 64, by default 1. `p95_ratio` is the 95th percentile of measured over predicted
+    `align_numel`: a power of two up to 64, by default 1. `p90_ratio` is the 90th percentile of measured over predicted
     peaks. `total_bytes` is the total of a plan at `defaults`, to which the closed forms are scaled.
     """
 
@@ -205,7 +205,7 @@ class Player(TypedDict):
     capacity_bytes: int
     usable_bytes: int
     align_numel: NotRequired[int]
-    p95_ratio: NotRequired[float]
+    p90_ratio: NotRequired[float]
     defaults: NotRequired[Defaults]
     total_bytes: NotRequired[int]
 

@@ -1,6 +1,7 @@
 """One file of this rank on a disk, and flat arrays of numbers in it.
 
-Owns room, alignment and the threads that read and write. It must not know what the numbers are. Read `files.py` first.
+Owns room, alignment and the threads that read and write. It must not know what the numbers are. Read `file_calls.py`
+first.
 
 Note: nothing to clean up
     The file has no name, so nobody else can open it, and the kernel frees it with the process, however that ends. Room

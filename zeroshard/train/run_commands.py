@@ -42,7 +42,9 @@ def add_commands(app: "typer.Typer", show: Print, fail: Fail) -> None:
     ranks_ = Annotated[
         int, typer.Option(help="Processes, over which the model is sharded; torchrun's have priority.", min=1)
     ]
-    stage_ = Annotated[int, typer.Option(help="ZeRO stage; with 3 no rank holds the whole model.", metavar="0|1|2|3")]
+    stage_ = Annotated[
+        int, typer.Option(help="ZeRO stage; with 3 each of several ranks holds a part.", metavar="0|1|2|3")
+    ]
 
     def generate(
         run: folder,

@@ -12,7 +12,7 @@ Note: how a rank learns of a failure
     prints the cause and ends its process with status 1. Ranks that cannot reach the store for that time end with that
     as their cause.
 Note: requests to the store
-    Each rank writes several heartbeats a second to its page. Eight times per heartbeat limit, the first living rank of
+    Each rank writes two heartbeats a second to its page. Eight times per heartbeat limit, the first living rank of
     a host writes the status of all its ranks to the store, and reads the status of the next host and the cause: two
     requests. While a rank waits for others, or the next host misses heartbeats, it reads twice a second.
 Note: waits of a device

@@ -1,6 +1,6 @@
 """The ranks of a run, the axes of the mesh, and the process group and device of this rank.
 
-The only module that reads or sets environment variables. It must not know models or optimizers.
+The only module below `train/` that reads or sets environment variables. It must not know models or optimizers.
 """
 
 import math

@@ -1,6 +1,6 @@
 """A program that trains, as a plan plays it: its kernels, and how it differs from zeroshard's engine in a step.
 
-Owns the record. What a rank keeps is not here: that is a row of the residency table and formats, which a system names.
+Owns the record. A system names the row of the residency table and the formats that its plans have by default.
 `plan/systems.py` has the systems by name, and their sources. Needs no torch.
 """
 

@@ -73,7 +73,7 @@ function scaleOf(player, rows) {
 
 /** The largest total with which 95 of 100 runs would fit. */
 export function fittingBytes(player) {
-  return player.usable_bytes / (player.p95_ratio ?? 1) + outsideOf(player);
+  return player.usable_bytes / (player.p90_ratio ?? 1) + outsideOf(player);
 }
 
 /** "fits" if 95 of 100 runs would, "tight" if it may, "no" if it does not. */
