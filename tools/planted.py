@@ -379,7 +379,7 @@ ENGINE = (
         "core/order.py",
         "pass_.expected.clear()",
         "pass",
-        f"{_UNUSED}[a_backward_that_ends_early_on_some_ranks-2]",
+        f"{_ENGINE}/test_unused.py::test_what_a_rank_gathers_for_others_after_its_backward_is_released",
     ),
     Bug(
         "a reduction that came too early stays where it is in the record",

@@ -15,6 +15,7 @@ import zeroshard as zs
 from tests import models
 from tests.models import WIDTH
 from tests.oracle import STAGES, TIMEOUT_S, WATCHDOG_S, Run, assert_matches, at_worlds
+from zeroshard.core.states import Presence
 from zeroshard.testing import run_ranks
 
 
@@ -285,6 +286,23 @@ def test_the_routes_leave_some_parameters_unused() -> None:
         assert unused == {n for n in names if n.startswith(("blocks.2", "blocks.3", "spare"))}
     for result in assert_matches(one_block_on_one_rank_only, 2)[1].values():
         assert set(result["records"][0]["unused"]) == {"spare.weight", "spare.bias"}
+
+
+def left_whole() -> list[list[str]]:
+    """Return the units that this rank has whole after each backward, which ends early on all ranks but the first."""
+    model, found = models.build(Cut), list[list[str]]()
+    optimizer = models.adamw(model)
+    zero = zs.shard(model, optimizer, stage=3, settings=zs.Settings(watchdog_s=WATCHDOG_S))
+    for step in range(3):
+        models.stack_loss(model, step, zero.mesh.rank).backward()
+        found.append([str(unit) for unit in zero._engine.units if unit.presence is not Presence.RELEASED])
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+def test_what_a_rank_gathers_for_others_after_its_backward_is_released() -> None:
+    assert run_ranks(left_whole, 2) == [[[]] * 3] * 2
 
 
 def forgets(stage: int) -> tuple[str, dict[str, bool]]:
