@@ -151,7 +151,7 @@ def _hint(error: Exception) -> str:
 def tokenizer(
     out: Annotated[Path, typer.Option(help="File to write; pass it to train as data.tokenizer=FILE.")],
     data: Annotated[str, typer.Argument(help="Text, .jsonl, .parquet, or a folder of these.")] = "",
-    vocab: Annotated[int, typer.Option(help="Number of tokens, 257 or more.")] = 4096,
+    vocab: Annotated[int, typer.Option(help="Number of tokens, 257 or more.", max=1 << 24)] = 4096,
     column: Annotated[str, typer.Option(help="Column of the text in .jsonl and .parquet.")] = "text",
 ) -> None:
     """Train a byte-pair tokenizer on the training part of a text."""
@@ -170,7 +170,7 @@ def tokenizer(
 
 
 def doctor(
-    ranks: Annotated[int, typer.Option(help="Processes for collectives; torchrun's number has priority.")] = 1,
+    ranks: Annotated[int, typer.Option(help="Processes for collectives; torchrun's number has priority.", min=1)] = 1,
     out: Annotated[Path | None, typer.Option(help="File of the profile; --device this finds the default file.")] = None,
 ) -> None:
     """Measure matrix products, copies and collectives of this machine, and store the profile for plans."""
@@ -178,6 +178,8 @@ def doctor(
     from zeroshard.report.doctor import measure_device, measure_ranks
     from zeroshard.train.launch import follow_launcher, is_first_rank, joined_world_size, launch_ranks
 
+    if out is not None and (out.is_dir() or not out.parent.is_dir()):
+        _fail(f"--out {out}: this is a folder, or in none; give the path of a file.")
     joined = joined_world_size()
     if joined is None and ranks > 1:
         status, failure = launch_ranks(ranks, sys.argv[1:], patience_s=_DOCTOR_PATIENCE_S)

@@ -483,8 +483,8 @@ def captured_by_checkpoint() -> list[Tensor]:
     if frame is None:
         return []
     own = frame.f_locals
-    inputs = {storage_of(local_of(one)) for one in find(own["args"], Tensor)}
-    tensors = find([own["kwargs"], *_bound_to(own["fn"])], Tensor)
+    inputs = {storage_of(local_of(one)) for one in find(own["args"], Tensor) if one.layout is torch.strided}
+    tensors = [one for one in find([own["kwargs"], *_bound_to(own["fn"])], Tensor) if one.layout is torch.strided]
     return [
         one for one in tensors if not isinstance(one, torch.nn.Parameter) and storage_of(local_of(one)) not in inputs
     ]

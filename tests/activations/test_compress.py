@@ -77,6 +77,27 @@ def test_signs_of_its_like(act: Function) -> None:
     assert after_of(counts, "signs") == 1 / 32
 
 
+@pytest.mark.parametrize("limits", [(0.0, torch.inf), (-torch.inf, 0.5), (-1.0, 1.0)])
+def test_a_limit_may_be_infinite(limits: tuple[float, float]) -> None:
+    compare(lambda x: F.hardtanh(x * 1.0, *limits) + 1, draw(64, 8))
+
+
+@pytest.mark.parametrize("is_transposed", [False, True])
+def test_a_copy_in_another_order_is_not_derived(is_transposed: bool) -> None:
+    if is_transposed:
+        narrow = W.detach().to(torch.float64).requires_grad_()
+        compare(
+            lambda x, w: (
+                F.relu(x * 1.0).t().to(torch.float64, memory_format=torch.contiguous_format) @ w[:, :64].t()[:64]
+            ),
+            X,
+            narrow,
+        )
+        return
+    images, kernel = draw(2, 3, 6, 6), draw(4, 3, 3, 3, key=2)
+    compare(lambda x, w: F.conv2d(F.relu(x * 1.0).to(memory_format=torch.channels_last), w), images, kernel)
+
+
 def test_of_a_relu_whose_values_are_read_the_nonzero_stay_once() -> None:
     counts = compare(lambda x, w, v: F.relu(x @ w) @ v, X, W, V)
     assert counts["nonzero"][0] == 64 * 128 * 4

@@ -92,6 +92,22 @@ def test_values_are_those_of_plain_torch(world: int, case: tuple[str, int, int])
         torch.testing.assert_close(found, expected)
 
 
+def reductions(stage: int | None) -> list[Tensor]:
+    """Return reductions over the elements of a complex gradient."""
+    model = make("Tied", 1)
+    if stage is not None:
+        zs.shard(model, torch.optim.AdamW(model.parameters()), stage=stage)
+    model(torch.arange(16.0).view(4, 4) / 8 - 1).square().mean().backward()
+    grad = next(model.parameters()).grad
+    return [grad.sum(), grad.mean(), grad.std(), grad.var(), grad.square().sum(), grad.norm()]
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_reductions_of_complex_gradients_are_torchs(stage: int) -> None:
+    for found in run_ranks(reductions, 2, stage):
+        torch.testing.assert_close(found, reductions(None))
+
+
 @pytest.mark.parametrize("activations", ["offload", "compress"])
 def test_saved_tensors_come_back(activations: str) -> None:
     torch.testing.assert_close(train("Tied", 2, 0, activations=activations), train("Tied", 2, None))

@@ -278,6 +278,105 @@ def shard_then_go_on() -> float:
         return float(sum(p.detach().double().sum() for p in model.parameters()))
 
 
+class Apart(nn.Module):
+    """Two layers, of which the second has memory of the first."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+        if kind == "transposed":
+            self.second.weight = nn.Parameter(self.first.weight.t())
+        elif kind == "data":
+            self.second.weight.data = self.first.weight.data
+        elif kind == "slices":
+            whole = torch.randn(6, 4)
+            self.first.weight, self.second.weight = nn.Parameter(whole[:4]), nn.Parameter(whole[2:])
+        elif kind == "buffer":
+            self.second.register_buffer("row", self.first.weight.detach()[1])
+        elif kind == "side by side":
+            whole = torch.randn(8, 4)
+            self.first.weight, self.second.weight = nn.Parameter(whole[:4]), nn.Parameter(whole[4:])
+        elif kind == "frozen":
+            self.second.weight = nn.Parameter(self.first.weight.t(), requires_grad=False)
+            self.first.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x))
+
+
+@pytest.mark.parametrize("kind", ["transposed", "data", "slices", "buffer"])
+def test_tensors_that_share_memory_are_refused_by_name(kind: str) -> None:
+    with pytest.raises(ValueError, match=r"'(first|second)\.\w+' and '(first|second)\.\w+' share memory"):
+        zs.shard(Apart(kind))
+
+
+@pytest.mark.parametrize("kind", ["side by side", "frozen", ""])
+def test_memory_that_is_shared_without_harm_is_not_refused(kind: str) -> None:
+    model = Apart(kind)
+    zs.shard(model)
+    model(torch.ones(2, 4))
+
+
+@pytest.mark.parametrize("activations", ["recompute", "recompute-rest"])
+@pytest.mark.parametrize("trains", [False, True])
+def test_a_recomputed_forward_that_changes_a_parameter_is_refused(activations: str, trains: bool) -> None:
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.count = nn.Linear(4, 4), nn.Parameter(torch.zeros(1), requires_grad=trains)
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                self.count.add_(1)
+            return self.linear(x)
+
+    model = nn.Sequential(Counting(), Counting())
+    zs.shard(model, stage=1, activations=activations, units=[Counting])
+    with pytest.raises(RuntimeError, match="which is recomputed, changed a parameter in place"):
+        model(torch.ones(2, 4))
+
+
+@pytest.mark.parametrize("activations", ["recompute", "recompute-rest", "compress", "offload"])
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+def test_sparse_tensors_of_a_graph_are_kept(activations: str, layout: torch.layout) -> None:
+    class Convolution(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor, adjacency: Tensor) -> Tensor:
+            return torch.relu(torch.sparse.mm(adjacency, self.linear(x)))
+
+    class Stack(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.layers = nn.ModuleList([Convolution(), Convolution()])
+
+        def forward(self, x: Tensor, adjacency: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = layer(x, adjacency)
+            return x
+
+    plain, model = Stack(), Stack()
+    zero = zs.shard(model, stage=1, activations=activations, units=[Convolution])
+    adjacency = torch.eye(5).roll(1, 0).to_sparse(layout=layout)
+    for one in (plain, model):
+        one(torch.ones(5, 4), adjacency).sum().backward()
+    with zero.gathered():
+        for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(one.grad, other.grad)
+
+
+def test_an_optimizer_may_have_a_frozen_integer() -> None:
+    model = nn.Linear(4, 4)
+    model.step = nn.Parameter(torch.zeros(2, dtype=torch.int64), requires_grad=False)
+    optimizer = torch.optim.AdamW(model.parameters())
+    zs.shard(model, optimizer, stage=2)
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+
+
 def test_a_refused_model_is_as_it_was() -> None:
     first, second = run_ranks(shard_then_go_on, 2, timeout_s=TIMEOUT_S)
     assert first == second

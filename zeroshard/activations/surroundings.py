@@ -113,10 +113,25 @@ class Kept:
             for name, buffers in self._buffers.items()
             if changed is None or name in changed
         }
+        self._parameters = [
+            (one, version_of(one))
+            for module in modules.values()
+            for one in module._parameters.values()
+            if one is not None
+        ]
         self._lost: nn.Module | None = None
 
     def settle(self) -> set[str]:
-        """Drop copies of unchanged state; return the names of modules whose buffers changed."""
+        """Drop copies of unchanged state; return the names of modules whose buffers changed.
+
+        Raises:
+            RuntimeError: the forward changed a parameter in place.
+        """
+        if any(version_of(one) != version for one, version in self._parameters):
+            raise RuntimeError(
+                f"{self._what}, which is recomputed, changed a parameter in place, as its recomputation would again. "
+                "Make it a buffer, or exclude its unit from activations='recompute'."
+            )
         changed = set()
         for name, buffers in self._buffers.items():
             if any(version_of(one) != version for one, version in buffers.values()):

@@ -42,19 +42,23 @@ def _extreme(values: Tensor, *, is_largest: bool) -> Tensor:
 
 def _moments(values: Tensor) -> Tensor:
     """Return the number of elements, their mean, and the sum of squared deviations from the mean."""
-    wide, count = values.double(), values.numel()
+    wide, count = _wide(values), values.numel()
     mean = wide.mean() if count else wide.new_zeros(())
-    return torch.stack([wide.new_tensor(float(count)), mean, (wide - mean).square().sum()])
+    return torch.stack([wide.new_tensor(float(count)), mean, (wide - mean).abs().square().sum().to(wide.dtype)])
+
+
+def _wide(values: Tensor) -> Tensor:
+    return values.to(torch.complex128 if values.is_complex() else torch.float64)
 
 
 def _all_moments(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     count = rows[:, 0].sum()
     mean = (rows[:, 0] * rows[:, 1]).sum() / count
-    return count, mean, (rows[:, 2] + rows[:, 0] * (rows[:, 1] - mean).square()).sum()
+    return count, mean, (rows[:, 2] + rows[:, 0] * (rows[:, 1] - mean).abs().square()).sum()
 
 
 def _variance(rows: Tensor, options: Mapping[str, Any]) -> Tensor:
-    count, _, squares = _all_moments(rows)
+    count, squares = (one.real if one.is_complex() else one for one in _all_moments(rows)[::2])
     return squares / (count - float(options.get("correction", options.get("unbiased", True)))).clamp(min=0)
 
 
@@ -67,7 +71,7 @@ QUESTIONS: Mapping[str, Question] = MappingProxyType(
         "amax": (lambda x: _extreme(x, is_largest=True), lambda rows, _: rows.amax()),
         "min": (lambda x: _extreme(x, is_largest=False), lambda rows, _: rows.amin()),
         "amin": (lambda x: _extreme(x, is_largest=False), lambda rows, _: rows.amin()),
-        "sum": (lambda x: x.double().sum().view(1), lambda rows, _: rows.sum()),
+        "sum": (lambda x: _wide(x).sum().view(1), lambda rows, _: rows.sum()),
         "mean": (_moments, lambda rows, _: _all_moments(rows)[1]),
         "var": (_moments, _variance),
         "std": (_moments, lambda rows, options: _variance(rows, options).sqrt()),
@@ -121,7 +125,9 @@ def answer(
         found = conclude(ask(tell(values)), options)
     if name in COUNTS:
         return found
-    return found.to(dtype if dtype.is_floating_point or name in EXTREMES else torch.int64)
+    if name in CORRECTED:
+        dtype = dtype.to_real()
+    return found.to(dtype if dtype.is_floating_point or dtype.is_complex or name in EXTREMES else torch.int64)
 
 
 def _histogram(

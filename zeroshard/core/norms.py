@@ -104,7 +104,7 @@ def norms_of(slots: Sequence[Slot], p: float, dtype: torch.dtype | None = None) 
     norms: list[Tensor] = []
     for slot in slots:
         owner = slot.living_owner()
-        key = id(owner), dtype or slot.bucket.dtypes.grad
+        key = id(owner), (dtype or slot.bucket.dtypes.grad).to_real()
         if key not in made:
             # A copy: the owner returns the same tensor for the next request.
             rounded = owner.norms(p, dtype).to(key[1], copy=True)

@@ -73,11 +73,12 @@ class SavedTensors(Saved):
         """Return the packed form of a tensor."""
         # Autograd saves a DTensor itself; its bytes are in the local tensor.
         inner = tensor if type(tensor) is Tensor else local_of(tensor)
-        found = self._by_storage.get(storage_of(inner)) if inner.layout is torch.strided else None
+        is_strided = inner.layout is torch.strided
+        found = self._by_storage.get(storage_of(inner)) if is_strided else None
         if found is not None:
             unit, bucket = found
             return _FromBucket(tensor.detach(), version_of(tensor), unit, bucket, bucket.updates)
-        if self._treatment is None or graph_task() != -1:
+        if self._treatment is None or not is_strided or graph_task() != -1:
             return Plain(tensor.detach(), version_of(tensor))
         is_input = is_called_by_checkpoint()
         return self.box(tensor, is_input, captured_by_checkpoint() if is_input else ())

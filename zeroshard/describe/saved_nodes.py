@@ -9,6 +9,7 @@ Note: one walk, each node once
     later: their uses are kept until then.
 """
 
+import math
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -183,7 +184,7 @@ def _use(node: Any, name: str, place: str, tensor: Tensor) -> Use:
         return Use(name, place, Need("positive"))
     if name == "HardtanhBackward0" and place == "self":
         low, high = float(setting_of(node, "min_val")), float(setting_of(node, "max_val"))
-        return Use(name, place, Need("inside", low, high) if low < high else _VALUES)
+        return Use(name, place, Need("inside", low, high) if -math.inf < low < high < math.inf else _VALUES)
     if name == _POOL and place == "self" and tensor.device.type in ("cpu", "cuda"):
         return Use(name, place, Need("shape"), has_edge=edge_of(node, 0) is not None)
     if name == _POOL and place == "result1":
@@ -198,22 +199,31 @@ def _use(node: Any, name: str, place: str, tensor: Tensor) -> Use:
         return Use(name, place, _VALUES, can_round=(name, place) in _RESULTS)
     can_round = name != "PowBackward0" or setting_of(node, "exponent") == 2
     made_by = edge_of(node, position)
-    return Use(name, place, _VALUES, _origin(made_by, tensor.dtype), made_by is not None, can_round)
+    return Use(name, place, _VALUES, _origin(made_by, tensor), made_by is not None, can_round)
 
 
-def _origin(node: Any, dtype: torch.dtype) -> Origin | None:
-    """Return the ReLU result that a node's output is derived from."""
+def _origin(node: Any, tensor: Tensor) -> Origin | None:
+    """Return the ReLU result that a tensor, which a node's output is a view of, is derived from."""
     steps: tuple[Any, ...] = ()
     node = _behind_views(node)
-    if node is not None and node.name() == "ToCopyBackward0":
-        steps, node = (dtype,), _behind_views(edge_of(node, 0))
+    if is_copied := node is not None and node.name() == "ToCopyBackward0":
+        steps, node = (tensor.dtype,), edge_of(node, 0)
     if node is None:
         return None
-    if node.name() == "ReluBackward0":
-        return Origin(_root(node, "result"), steps)
-    if not _is_square(node) or (root := _root(node, "self")) is None:
+    is_square = node.name() != "ReluBackward0"
+    if is_square and not _is_square(node):
         return None
-    return Origin(root, ("square", *steps))
+    root = _root(node, "self" if is_square else "result")
+    if root is None or (is_copied and not _has_same_order(root, tensor)):
+        return None
+    return Origin(id(root), ("square", *steps) if is_square else steps)
+
+
+def _has_same_order(one: Tensor, other: Tensor) -> bool:
+    """Return whether the elements of two tensors are in the same order in memory; False if this is not certain."""
+    if one.shape == other.shape:
+        return one.stride() == other.stride()
+    return one.is_contiguous() and other.is_contiguous()
 
 
 def _is_square(node: Any) -> bool:
@@ -230,9 +240,9 @@ def _is_square(node: Any) -> bool:
     )
 
 
-def _root(node: Any, place: str) -> int | None:
+def _root(node: Any, place: str) -> Tensor | None:
     tensors = [_tensor_of(packed) for name, packed in saved_by(node) if name == place]
-    return id(tensors[0]) if tensors and tensors[0] is not None else None
+    return tensors[0] if tensors else None
 
 
 def _behind_views(node: Any) -> Any:

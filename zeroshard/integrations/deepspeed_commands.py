@@ -26,7 +26,7 @@ def make_commands(show: Callable[[str], None], fail: Callable[[str | Exception],
 
     def check(
         path: Annotated[Path, typer.Argument(help="DeepSpeed's JSON.")],
-        ranks: Annotated[int | None, typer.Option(help="Number of processes, to check batches.")] = None,
+        ranks: Annotated[int | None, typer.Option(help="Number of processes, to check batches.", min=1)] = None,
     ) -> None:
         """Say what becomes of each key, and print the arguments of zs.shard; exit with 2 if a key is refused."""
         from zeroshard.integrations.deepspeed import from_deepspeed, notes_of, read

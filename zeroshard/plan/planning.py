@@ -173,6 +173,8 @@ def make_plan(
     ```
     """
     preset, system = device_for(device), system_named(system)
+    if outer is not None and not hasattr(outer, "apart"):
+        raise TypeError(f"outer takes a zs.Outer; got {outer!r}.")
     mesh, islands = (mesh, 1) if outer is None else outer.apart(mesh, check_count("world_size", world_size))
     sharing = Asked(
         stage=system.stage if stage is None and residency is None else stage,
@@ -205,6 +207,8 @@ def make_plan(
         raise ValueError("outer= with pipe=: islands have the axes 'shard' and 'tensor'. Leave out one.")
     if places == 1 and recompute:
         raise ValueError("recompute=True is of the chunks of a pipe; without one use activations='recompute'.")
+    if places == 1 and (schedule, reduce) != ("1f1b", "auto"):
+        raise ValueError(f"schedule={schedule!r}, reduce={reduce!r} are of a pipe; give pipe=, or leave them out.")
     if places > 1 and no_sync:
         raise ValueError("no_sync=True is of loops over micro-batches; a pipe has reduce='last' or reduce='each'.")
     options = Options(

@@ -145,11 +145,14 @@ def search(
     ```
     """
     shape, preset = shape_of(model), device_for(device)
-    places = _places_of(offload, preset)
     asked_sizes = list(world_size) if isinstance(world_size, Iterable) else [world_size]
-    values = {"world_size": asked_sizes, "stages": stages, "batches": batches, "tensors": tensors, "pipes": pipes}
-    if empty := [name for name, one in {**values, "activations": activations}.items() if not one]:
+    values: dict[str, Any] = {"world_size": asked_sizes, "stages": stages, "batches": batches, "tensors": tensors}
+    values |= {"pipes": pipes, "activations": activations, "offload": offload}
+    if wrong := [name for name, one in values.items() if isinstance(one, str) or not isinstance(one, Iterable)]:
+        raise TypeError(f"{wrong[0]}: a search takes several values, as a list; got {values[wrong[0]]!r}.")
+    if empty := [name for name, one in values.items() if not one and name != "offload"]:
         raise ValueError(f"{', '.join(empty)}: a search needs at least one value to try; got none.")
+    places = _places_of(offload, preset)
     named = preset.half_precision if precision is None else precision
     resolved = [
         resolve(Asked(stage=n, activations=one, precision=named), 1, precisions=PRECISIONS)
@@ -174,7 +177,8 @@ def search(
     ]
     configurations = [one for one in (_checked(shape, one, batch_tokens) for one in asked) if one is not None]
     if not configurations:
-        raise ValueError(f"No configuration of {shape.name} on {world_size} ranks has sizes that divide.")
+        asked_tokens = f" with batch_tokens={batch_tokens}" * (batch_tokens is not None)
+        raise ValueError(f"No configuration of {shape.name} on {world_size} ranks{asked_tokens} has sizes that divide.")
     simulated, bounds, done = Simulated(shape), list[Candidate](), 0
 
     def tell(looked_at: int) -> None:
@@ -228,8 +232,6 @@ def _places_of(asked: Sequence[str], device: Device) -> list[str]:
         TypeError: a text, which would be read as a list of letters.
         ValueError, TypeError: a place that is none.
     """
-    if isinstance(asked, str):
-        raise TypeError(f'search(offload=) takes a list of places, such as ["host", "/scratch"]; got {asked!r}.')
     return [str(Offload(to=place).to) for place in asked if not device.is_cpu]
 
 

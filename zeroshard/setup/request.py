@@ -40,6 +40,7 @@ from zeroshard.table.cells import Residency, check_memories
 from zeroshard.table.settings import Settings
 from zeroshard.table.spec import UnitSpec
 from zeroshard.table.stages import name_of_row
+from zeroshard.torch_private import is_dense, is_fake, local_of
 from zeroshard.values.materialize import InitFn, check_source
 from zeroshard.values.weights import Weights
 from zeroshard.wire.comm import Tag
@@ -210,6 +211,24 @@ def check_selections(row: Residency, plans: Sequence[UnitPlan], tensor_size: int
     check_activations(row.activations, plans, tensor_size)
 
 
+def _refuse_shared_memory(model: nn.Module, mesh: Mesh) -> None:
+    """Raise if a trained parameter shares memory with another tensor of the model, which would be set apart."""
+    last, last_stop, by_place = "", 0, list[tuple[int, int, str, bool]]()
+    for name, one in (*model.named_parameters(), *model.named_buffers()):
+        part = local_of(one.detach())
+        if part.layout is torch.strided and not (part.is_meta or is_fake(part)) and part.numel() and is_dense(part):
+            by_place.append((part.data_ptr(), part.nbytes, name, one.requires_grad))
+    is_trained = False
+    for place, nbytes, name, trains in sorted(by_place):
+        if place < last_stop and (trains or is_trained):
+            raise ValueError(
+                f"{mesh} '{last}' and '{name}' share memory, but are two tensors, which zs.shard() would set apart. "
+                "Assign one nn.Parameter to both modules, with a transposition in forward if need be, or clone one."
+            )
+        if place + nbytes > last_stop:
+            last, last_stop, is_trained = name, place + nbytes, trains
+
+
 def _check_reduction(reduction: object) -> None:
     is_number = isinstance(reduction, int | float) and not isinstance(reduction, bool)
     if reduction not in ("mean", "sum") and not (is_number and 0 < reduction < math.inf):  # type: ignore[operator]
@@ -286,6 +305,7 @@ def _check_model(model: nn.Module, forward_methods: Sequence[str], mesh: Mesh, a
                 "module in the model and of the method, such as 'encoder.encode', or only the name of a method of the "
                 "model."
             )
+    _refuse_shared_memory(model, mesh)
 
 
 def place_of(model: object) -> torch.device | None:

@@ -175,8 +175,8 @@ def training_of(
 def _problem(name: str, places: int, micro_batches: int, chunks: int) -> str | None:
     """Return why a schedule is refused; None if it is supported."""
     rounds = max(1, micro_batches // places) if chunks > 1 and name == "interleaved" else 1
-    if name not in SCHEDULES:
-        hint = APART if name.lower().removeprefix("schedule").replace("_", "-") in SPLIT else ""
+    if not isinstance(name, str) or name not in SCHEDULES:
+        hint = APART if str(name).lower().removeprefix("schedule").replace("_", "-") in SPLIT else ""
         return f"schedule={name!r} is not one of {', '.join(map(repr, SCHEDULES))}.{hint}"
     if (chunks > 1) is not (name == "interleaved") and name != "forward":
         return f"schedule='{name}' with chunks={chunks}: '1f1b' has one chunk at each place, 'interleaved' two or more."

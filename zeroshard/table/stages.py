@@ -63,8 +63,12 @@ def row_of_stage(stage: int) -> Residency:
 
 def _meant(stage: object) -> int | None:
     """Return the stage that a number, a text or another library's name stands for: 3.0, "3", "ZeRO-3", "FULL_SHARD"."""
-    if isinstance(stage, float):
-        return int(stage) if stage in STAGES else None
+    try:
+        number = float(str(stage))
+    except ValueError:
+        pass
+    else:
+        return int(number) if number in STAGES else None
     text = "".join(letter for letter in str(stage).rpartition(".")[2].lower() if letter.isalnum())
     named = {"fullshard": 3, "shardgradop": 2, "noshard": 0, "ddp": 0}
     digit = text.removeprefix("zero").removeprefix("stage")

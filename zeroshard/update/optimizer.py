@@ -275,7 +275,8 @@ def _check_free(parameters: Sequence[Tensor]) -> None:
 
 def make_master(slot: Slot) -> MasterSlice:
     """Return the optimizer's entry for a parameter: a view of this rank's part of its master values."""
-    master = torch.nn.Parameter(slot.bucket.entry(slot.index))
+    entry = slot.bucket.entry(slot.index)
+    master = torch.nn.Parameter(entry, requires_grad=entry.is_floating_point() or entry.is_complex())
     master.__class__ = MasterSlice
     master.__dict__["_zeroshard"] = slot
     assert isinstance(master, MasterSlice)

@@ -268,10 +268,15 @@ def shape_of_config(config: Mapping[str, Any], name: str) -> Transformer:
     """
     if not isinstance(config, Mapping):
         raise ValueError(f"{name}: a configuration is a mapping, got {type(config).__name__}.")
-    kind, biases = config.get("model_type"), [key for key in ("attention_bias", "mlp_bias") if config.get(key)]
-    if biases or kind not in ("gpt2", *_LLAMAS, None):
+    kind = config.get("model_type")
+    unknown = [
+        key for key in ("attention_bias", "mlp_bias", "mlp_only_layers", "add_cross_attention") if config.get(key)
+    ]
+    unknown += ["decoder_sparse_step"] * ((config.get("decoder_sparse_step") or 1) != 1)
+    unknown += ["q_lora_rank=null"] * (kind == "deepseek_v3" and config.get("q_lora_rank", 1) is None)
+    if unknown or kind not in ("gpt2", *_LLAMAS, None):
         known = f"supported: gpt2, {', '.join(_LLAMAS)}"
-        what = f"have no {biases[0]}" if biases else f"support no model_type {kind!r} ({known})"
+        what = f"have no {unknown[0]}" if unknown else f"support no model_type {kind!r} ({known})"
         raise NoShapeError(f"{name}: shapes {what}. zs.plan and `zeroshard plan` trace the model itself.")
     try:
         if kind == "gpt2":

@@ -319,8 +319,7 @@ class Recorder(DispatchMode):
         storages = {storage_of(one) for one in given}
         if not made or (func.is_view or (all(storage_of(one) in storages for one in made) and not _is_in_place(func))):
             return
-        formula = flop_registry.get(func.overloadpacket)
-        flops = float(formula(*args, **kwargs, out_val=out)) if formula is not None else 0.0
+        flops = _flops_of(func, args, kwargs, out)
         moved_bytes = sum(one.nbytes for one in given) + sum(one.nbytes for one in made)
         if not moved_bytes:
             return  # of no elements, which no kernel runs for
@@ -398,6 +397,16 @@ class Recorder(DispatchMode):
             is_alone = is_alone and users_of_storage(grad) == 1
             self._marks.append(Landed(len(self._events), self._names[id(parameter)], number, grad.nbytes, is_alone))
             parameter.grad = None
+
+
+def _flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> float:
+    """Return the operations of a call, by torch's formulas, which lack the products of experts."""
+    if func is torch.ops.aten._grouped_mm.default:
+        one, other = args[:2]
+        is_by_columns = one.dim() == 3 and other.dim() == 2
+        return 2.0 * float(other.numel() * one.shape[-2] if is_by_columns else one.numel() * other.shape[-1])
+    formula = flop_registry.get(func.overloadpacket)
+    return 0.0 if formula is None else float(formula(*args, **kwargs, out_val=out))
 
 
 def _is_in_place(func: Any) -> bool:
