@@ -999,6 +999,27 @@ _ALIKE = f"{_ENGINE}/test_tensor_alike.py"
 _OUTER = "tests/outer"
 ROOMS = (
     Bug(
+        "a copy in another memory order is derived",
+        "describe/saved_nodes.py",
+        "(is_copied and not _has_same_order(root, tensor))",
+        "False",
+        "tests/activations/test_compress.py::test_a_copy_in_another_order_is_not_derived[False]",
+    ),
+    Bug(
+        "tensors that share memory are set apart",
+        "setup/request.py",
+        "if place < last_stop and (trains or is_trained):",
+        "if place < 0:",
+        "tests/engine/test_refused.py::test_tensors_that_share_memory_are_refused_by_name[transposed]",
+    ),
+    Bug(
+        "a recomputed forward may change a parameter",
+        "activations/surroundings.py",
+        "if any(version_of(one) != version for one, version in self._parameters):",
+        "if False:",
+        "tests/engine/test_refused.py::test_a_recomputed_forward_that_changes_a_parameter_is_refused[False-recompute]",
+    ),
+    Bug(
         "gradients lose their conjugation",
         "torch_private.py",
         "return tensor.is_conj() or tensor.is_neg()",

@@ -9,6 +9,7 @@ from torch import nn
 
 from zeroshard.plan.given import inputs_of, longest_of, module_of
 from zeroshard.plan.planning import make_plan
+from zeroshard.plan.shape.shapes import NoShapeError, shape_of_config
 
 transformers = pytest.importorskip("transformers")
 MODULE = """
@@ -136,3 +137,28 @@ def test_a_context_may_be_longer_than_the_configuration() -> None:
     assert longer.notes == ("llama-2-7b is configured for 4,096 tokens; the run must extend its positions.",)
     with pytest.raises(ValueError, match="gpt2 learned 1,024 positions; got sequence=2,048"):
         make_plan("gpt2", world_size=8, seq=2048)
+
+
+def test_experts_of_a_traced_model_count_their_operations() -> None:
+    sizes = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 2, "vocab_size": 1000}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 8, "num_experts_per_tok": 2}
+    config = transformers.MixtralConfig(**sizes, **heads, max_position_embeddings=512)
+    shaped, traced = (
+        make_plan(one, world_size=2, batch=2, seq=512, stage=0, device="h100")
+        for one in (shape_of_config(config.to_dict(), "mixtral"), config)
+    )
+    assert traced.flops_per_step == pytest.approx(shaped.flops_per_step, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "key", "value"),
+    [
+        ("qwen3_moe", "mlp_only_layers", [0]),
+        ("qwen3_moe", "decoder_sparse_step", 2),
+        ("gpt2", "add_cross_attention", True),
+        ("deepseek_v3", "q_lora_rank", None),
+    ],
+)
+def test_what_shapes_lack_is_traced(kind: str, key: str, value: object) -> None:
+    with pytest.raises(NoShapeError, match=f"shapes have no {key}"):
+        shape_of_config({"model_type": kind, key: value}, "one")

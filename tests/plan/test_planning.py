@@ -173,6 +173,9 @@ def test_a_config_file_is_read(tmp_path: Path) -> None:
             r"batch_tokens=1,000,000 is not a multiple of 32,768: 8 data rank\(s\), micro-batches of 1 x 4,096 tokens",
         ),
         ({"world_size": 8, "activations": "forget"}, ValueError, "there is no treatment 'forget'"),
+        ({"world_size": 8, "schedule": "gpipe"}, ValueError, "schedule='gpipe', reduce='auto' are of a pipe"),
+        ({"world_size": 8, "pipe": 2, "schedule": 5}, ValueError, "schedule=5 is not one of"),
+        ({"world_size": 8, "outer": 5}, TypeError, "outer takes a zs.Outer; got 5"),
         ({"world_size": 8, "inputs": [1]}, TypeError, "inputs: of modules only; llama-3-8b is a shape"),
     ],
 )

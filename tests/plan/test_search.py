@@ -89,6 +89,13 @@ def test_a_search_needs_values_to_try(name: str) -> None:
         zs.search("gpt2", **{"world_size": 2, name: ()})  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("name", ["stages", "batches", "tensors", "pipes", "activations", "offload"])
+@pytest.mark.parametrize("value", [1, "host", None])
+def test_a_search_takes_lists(name: str, value: object) -> None:
+    with pytest.raises(TypeError, match=f"^{name}: a search takes several values, as a list; got {value!r}"):
+        zs.search("gpt2", **{"world_size": 2, name: value})  # type: ignore[arg-type]
+
+
 def test_one_copy_for_each_node_is_tried() -> None:
     found = zs.search("gpt2", world_size=24, prune=False, **SMALL | {"stages": (1,)})  # type: ignore[arg-type]
     assert {one.options.replicas for one in found.candidates} == {1, 2, 3}
@@ -237,7 +244,7 @@ def test_a_folder_is_taken_where_the_host_is_too_small() -> None:
 
 
 def test_places_are_checked() -> None:
-    with pytest.raises(TypeError, match=r"search\(offload=\) takes a list of places"):
+    with pytest.raises(TypeError, match=r"offload: a search takes several values"):
         zs.search("gpt2", offload="host", **ONE)
     with pytest.raises(ValueError, match="write 'host', or a folder"):
         zs.search("gpt2", offload=["disk"], **ONE)
