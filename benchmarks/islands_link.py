@@ -276,7 +276,8 @@ def table_of(result: Mapping[str, Any]) -> str:
     if overlap := result.get("overlap"):
         ideal_s = 8 * overlap["cable_bytes_a_direction"] / RATE
         more_s = statistics.median(overlap["slow_s"]) - statistics.median(overlap["free_s"])
-        lines.append(f"With four fragments and a delay of 15 steps, {more_s / ideal_s:.0%} of the transfer is exposed.")
+        exposed = f"{more_s / ideal_s:.0%}" if more_s > 0 else "nothing (within noise)"
+        lines.append(f"With four fragments and a delay of 15 steps, {exposed} of the transfer is exposed.")
     if others := result.get("others"):
         told = ", ".join(f"{name} {statistics.median(took_s):.1f} s" for name, took_s in others.items())
         lines.append(f"A step that waits for the cable: {told}.")

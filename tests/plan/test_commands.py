@@ -72,12 +72,13 @@ def test_a_stored_profile_is_a_device(
         (["plan", "gpt9"], "No shape is named 'gpt9'"),
         (
             ["plan", "gpt2", "--ranks", "0"],
-            "--ranks takes numbers from 1 on, such as 8 or, with --search, 8,16; got '0'",
+            "--ranks takes numbers from 1 to 16,777,216, such as 8 or, with --search, 8,16; got '0'",
         ),
         (
             ["plan", "gpt2", "--ranks", "two"],
-            "--ranks takes numbers from 1 on, such as 8 or, with --search, 8,16; got 'two'",
+            "--ranks takes numbers from 1 to 16,777,216, such as 8 or, with --search, 8,16; got 'two'",
         ),
+        (["plan", "gpt2", "--ranks", "9" * 20], "--ranks takes numbers from 1 to 16,777,216"),
         (["plan", "gpt2", "--ranks", "1,2"], "--ranks takes several numbers with --search only"),
         (["plan", "gpt2", "--search", "--system", "fsdp2"], "--search is of zeroshard; leave out --system"),
         (["plan", "gpt2", "--host", "-1"], "'--host': Input should be greater than or equal to 0.001"),

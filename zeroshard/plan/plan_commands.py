@@ -30,6 +30,7 @@ TRIED: Final = (
 )
 """Arguments of `zs.plan` that are options of the same name, and of which a search tries values."""
 
+MOST_RANKS: Final = 1 << 24
 
 SAME: Final = ("seq", "precision", "optimizer", "batch_tokens", "loss")
 """Arguments that a search has, too."""
@@ -161,9 +162,11 @@ def _numbers(ranks: str) -> list[int]:
         ValueError: a part of the text is not a number above 0.
     """
     parts = [one.strip() for one in ranks.split(",")]
-    if all(one.isdecimal() and int(one) for one in parts):
+    if all(one.isdecimal() and 0 < int(one) <= MOST_RANKS for one in parts):
         return [*map(int, parts)]
-    raise ValueError(f"--ranks takes numbers from 1 on, such as 8 or, with --search, 8,16; got {ranks!r}.")
+    raise ValueError(
+        f"--ranks takes numbers from 1 to {MOST_RANKS:,}, such as 8 or, with --search, 8,16; got {ranks!r}."
+    )
 
 
 def _known() -> list[str]:

@@ -401,7 +401,7 @@ class Recorder(DispatchMode):
 
 def _flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> float:
     """Return the operations of a call, by torch's formulas, which lack the products of experts."""
-    if func is torch.ops.aten._grouped_mm.default:
+    if str(func) == "aten._grouped_mm.default":
         one, other = args[:2]
         is_by_columns = one.dim() == 3 and other.dim() == 2
         return 2.0 * float(other.numel() * one.shape[-2] if is_by_columns else one.numel() * other.shape[-1])
