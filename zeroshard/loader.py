@@ -74,9 +74,10 @@ class Resumable(Generic[_T]):
         self.epoch = 0
         """The number of whole epochs that were read."""
         self._read, self._start = 0, torch.get_rng_state()
-        self._own_starts = [one.get_state() for one in _generators(loader)]
-        self._has_begun = self._continues = self._resumes = False
-        """Whether workers may be there, whether the last epoch took those of the one before, and after a load."""
+        self._own_starts = self._own_states()
+        self._has_begun = self._resumes = False
+        self._continues = False
+        """Whether the epoch under way began with the workers of the epoch before."""
 
     def __len__(self) -> int:
         return len(self.loader)
@@ -94,7 +95,7 @@ class Resumable(Generic[_T]):
             torch.set_rng_state(self._start if skipped else now[0])
             for own, state in zip(_generators(self.loader), self._own_starts, strict=True):
                 own.set_state(state)
-        self._start, self._own_starts = torch.get_rng_state(), [one.get_state() for one in _generators(self.loader)]
+        self._start, self._own_starts = torch.get_rng_state(), self._own_states()
         if self._resumes and has_workers and not self._continues:
             # The seed that the workers of this epoch were started with.
             torch.empty((), dtype=torch.int64, device="cpu").random_(generator=self.loader.generator)
@@ -115,7 +116,7 @@ class Resumable(Generic[_T]):
     def state_dict(self) -> dict[str, Any]:
         """Return the position: the epoch, the batches read of it, and the generators' states when it began."""
         is_inside = self._read > 0 or self._resumes
-        own = self._own_starts if is_inside else [one.get_state() for one in _generators(self.loader)]
+        own = self._own_starts if is_inside else self._own_states()
         return {
             "epoch": self.epoch,
             "batches": self._read,
@@ -127,8 +128,8 @@ class Resumable(Generic[_T]):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue from a position: the next iteration begins there."""
-        here = _generators(self.loader)
-        own = state_dict.get("generators", [one.get_state() for one in here])
+        here = self._own_states()
+        own = state_dict.get("generators", here)
         if len(own) != len(here):
             raise CheckpointError(
                 f"The loader was saved with {len(own)} generator(s) of its own and its sampler's, and has {len(here)} "
@@ -137,6 +138,9 @@ class Resumable(Generic[_T]):
         self.epoch, self._read = int(state_dict["epoch"]), int(state_dict["batches"])
         self._start, self._own_starts, self._resumes = state_dict["generator"], list(own), True
         self._continues = bool(state_dict.get("continues")) and self._stays
+
+    def _own_states(self) -> list[torch.Tensor]:
+        return [one.get_state() for one in _generators(self.loader)]
 
     @property
     def _stays(self) -> bool:

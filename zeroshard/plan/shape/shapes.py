@@ -147,7 +147,6 @@ class Transformer:
 
         Args:
             tensor: number of ranks of tensor parallelism: the first product is split by outputs, the second by inputs.
-            expert_ranks: number of ranks of expert parallelism.
         """
         h, names = self.hidden, list[tuple[str, int]]()
         names += self._norm("norm_1")

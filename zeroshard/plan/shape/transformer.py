@@ -57,7 +57,6 @@ class Workload:
         itemsize: bytes of an element of activations.
         tensor: number of tensor-parallel ranks.
         is_sequence_parallel: whether operations outside split products are split by tokens.
-        expert_ranks: number of expert-parallel ranks.
     """
 
     batch: int
