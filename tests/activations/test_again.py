@@ -83,6 +83,18 @@ class Drawn(Block):
         return super().forward(x * torch.rand(x.shape, generator=self.generator))
 
 
+class Score(Block):
+    """Differentiates its own output, twice, in its forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(2):
+            with torch.enable_grad():
+                inner = x.detach().requires_grad_()
+                (score,) = torch.autograd.grad(torch.tanh(self.linear(inner)).sum(), inner)
+            x = super().forward(x + score)
+        return x
+
+
 class Stack(nn.Module):
     """Blocks one after another, and something between them."""
 
@@ -127,6 +139,11 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 @pytest.mark.parametrize("name", TREATMENTS)
 def test_state_of_modules_is_that_of_the_forward(name: str, kind: type[Block]) -> None:
     assert_same(train(lambda: Stack(kind), TREATMENTS[name]), train(lambda: Stack(kind), None))
+
+
+@pytest.mark.parametrize("name", [name for name in TREATMENTS if name != "but for products"])
+def test_a_forward_may_differentiate(name: str) -> None:
+    assert_same(train(lambda: Stack(Score), TREATMENTS[name]), train(lambda: Stack(Score), None))
 
 
 @pytest.mark.parametrize("name", TREATMENTS)

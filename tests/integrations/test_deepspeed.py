@@ -253,7 +253,13 @@ def test_the_command_says_what_becomes_of_each_key(tmp_path: Path, monkeypatch: 
         "bf16.enabled = true: translated: precision='bf16', with fp32 masters\n\n"
         "zs.shard(model, optimizer, stage=2, precision='bf16')\n"
     )
-    for text, wanted in (('{"amp": {"enabled": true}}', "amp"), ('{"a": 1, "a": 2}', "a key twice"), ("[]", "a list")):
+    for text, wanted in (
+        ('{"amp": {"enabled": true}}', "amp"),
+        ('{"a": 1, "a": 2}', "a key twice"),
+        ("[]", "a list"),
+        ('{"a": ', f"{path} is not JSON"),
+        ("[" * 100_000, f"{path} is not JSON"),
+    ):
         path.write_text(text)
         with pytest.raises(SystemExit) as ended:
             cli.main()

@@ -137,9 +137,10 @@ def test_a_config_file_is_read(tmp_path: Path) -> None:
         read_config(tmp_path)
     with pytest.raises(ValueError, match="`mambo`"):  # nor does Transformers
         make_plan(str(tmp_path), world_size=8)
-    (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ValueError, match="not a readable config"):
-        make_plan(str(tmp_path), world_size=8)
+    for text in ("{", "[" * 100_000):
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(ValueError, match="not a readable config"):
+            make_plan(str(tmp_path), world_size=8)
     del config["hidden_size"]
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match="has no 'hidden_size'"):

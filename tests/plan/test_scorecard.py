@@ -134,6 +134,9 @@ def test_accuracy_is_the_mean_of_both_classes() -> None:
 def test_a_file_that_is_none(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"nothing\.csv is not a readable file"):
         scorecard(tmp_path / "nothing.csv")
+    (tmp_path / "bytes.csv").write_bytes(bytes(range(128, 256)))
+    with pytest.raises(ValueError, match=r"bytes\.csv is not a readable file"):
+        scorecard(tmp_path / "bytes.csv")
     (tmp_path / "other.csv").write_text("a,b\n1,2\n")
     with pytest.raises(ValueError, match="no column measured_metric"):
         scorecard(tmp_path / "other.csv")

@@ -139,6 +139,7 @@ def test_overrides_are_typed(override, section, key, value):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
+        (f"run.seed={2**63}", r"^run\.seed=\d+: must be less than 2\*\*63"),
         ("train.steps=2.5", r"^train\.steps=2\.5: .*integer"),
         ("train.steps=many", r"^train\.steps='many': .*integer"),
         ("train.steps=0", r"^train\.steps=0: .*greater than or equal to 1"),

@@ -335,7 +335,7 @@ def _read(path: str | Path) -> list[dict[str, str]]:
     try:
         with Path(path).open(newline="", encoding="utf-8") as file:
             rows = list(csv.DictReader(file))
-    except OSError as error:
+    except (OSError, ValueError, csv.Error) as error:
         raise ValueError(f"{path} is not a readable file of published runs: {error}") from error
     if not rows or "measured_metric" not in rows[0]:
         raise ValueError(f"{path} has no rows of published runs, or no column measured_metric.")

@@ -141,7 +141,10 @@ def read(source: str | Path | Mapping[str, Any]) -> Mapping[str, Any]:
             raise ValueError(f"{source} has a key twice: {[name for name, _ in pairs]}.")
         return dict(pairs)
 
-    found = json.loads(Path(source).read_text(), object_pairs_hook=unique)
+    try:
+        found = json.loads(Path(source).read_text(), object_pairs_hook=unique)
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        raise ValueError(f"{source} is not JSON: {error}.") from None
     if not isinstance(found, dict):
         raise ValueError(f"{source} is no configuration: it has a {type(found).__name__}, not an object.")
     return found

@@ -7,7 +7,7 @@ Owns each setting on its own. It must not know what they do, how settings are wr
 from pathlib import Path
 from typing import Annotated, Final, Literal, final
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator
 
 from zeroshard.describe.offload import offload_of
 from zeroshard.describe.treatments import activations_of
@@ -67,6 +67,14 @@ class Section(BaseModel):
     """A section: frozen, with strict types and no unknown keys."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+    @field_validator("*")
+    @classmethod
+    def _fits(cls, value: object) -> object:
+        """Refuse an integer that tensors, seeds and checkpoints cannot hold."""
+        if isinstance(value, int) and abs(value) >= 2**63:
+            raise ValueError("must be less than 2**63")
+        return value
 
 
 @final

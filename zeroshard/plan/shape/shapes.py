@@ -254,7 +254,7 @@ def read_config(path: str | Path) -> Transformer:
     file = file / "config.json" if file.is_dir() else file
     try:
         config = json.loads(file.read_text())
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{file} is not a readable config.json: {error}") from error
     return shape_of_config(config, file.parent.name or str(file))
 
