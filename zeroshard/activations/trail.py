@@ -123,12 +123,7 @@ class Trail:
                 tensor: Tensor = inner_unpack(value)
             except CheckpointError as error:
                 raise differs(f"saved other tensors than its forward ({f'{error}'.splitlines()[0]})") from error
-            # `torch.autograd.grad` inside the forward recomputes before the forward has saved all: no place is known.
-            if (
-                known[number : number + 1] == [None]
-                and number < len(versions)
-                and version_of(tensor) != versions[number]
-            ):
+            if number < len(versions) and known[number] is None and version_of(tensor) != versions[number]:
                 raise _changed(tensor, versions[number])
             return tensor
 
@@ -146,9 +141,11 @@ class Trail:
             self._sums[number] = _sum_of(value)
 
     def _compare(self, number: int, tensor: Tensor) -> None:
-        self._versions.append(version_of(tensor))
-        if number < len(self._places) and self._again[number] != self._places[number]:
-            raise self._trails.differs("used other parameters than its forward")
+        # `torch.autograd.grad` inside the forward recomputes what the forward has not saved yet.
+        if number < len(self._places):
+            self._versions.append(version_of(tensor))
+            if self._again[number] != self._places[number]:
+                raise self._trails.differs("used other parameters than its forward")
         if (number == self._last or number in self._sums) and (value := _summable(tensor)) is not None:
             self._compare_values(number, value)
 
