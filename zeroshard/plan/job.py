@@ -182,9 +182,9 @@ class Options:
 
     @property
     def is_fused(self) -> bool:
-        """Whether the optimizer updates in one kernel: by request, or because states are offloaded."""
-        is_away = not (self.device.is_cpu or self.placed_row.states.is_on_device)
-        return self.fused or (is_away and self.states.is_fused)
+        """Whether updates take nothing beside the states: by one kernel, or because they are not on the device."""
+        is_named = self.states.is_fused and not self.optimizers
+        return self.fused or not (self.device.is_cpu or (self.placed_row.states.is_on_device and not is_named))
 
     @property
     def states(self) -> States:
@@ -321,7 +321,7 @@ def job_of_shape(
     sharding = model, own, options.tensor, row, formats, options.shard_ranks, options.replicas, rank, system.keeps_last
     specs = specs_of_layers(*sharding)
     updates, account = _account(options.optimizer, device, *sharding)
-    passing = passing_bytes_of(updates, options.states, is_cpu=device.is_cpu, is_fused=options.is_fused)
+    passing = passing_bytes_of(updates, [options.states.passing], is_cpu=device.is_cpu, is_fused=options.is_fused)
     names = [*own_units(model)]
     for pattern, _ in options.row.activations.units:
         if not any(fits(name, pattern) for name in names):

@@ -5,7 +5,7 @@ Owns the names that a plan is asked with. Must not know memory over time (`film.
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final, final
@@ -50,23 +50,40 @@ and held in float32 ("PURE" of FSDP), and everything in bfloat16."""
 
 @final
 @dataclass(frozen=True, slots=True)
+class Passing:
+    """What an optimizer's step has beside its states at most, in numbers for each element.
+
+    Args:
+        total: for elements of all parameters, as functions on lists of tensors have.
+        own: for elements of the parameter that is updated.
+        before: for elements of the parameter before that, whose values a loop still holds.
+        batch_numel: of how many elements `total` counts, on a CPU and elsewhere; 0 for all.
+    """
+
+    total: float = 0
+    own: float = 0
+    before: float = 0
+    batch_numel: tuple[int, int] = (0, 0)
+
+
+@final
+@dataclass(frozen=True, slots=True)
 class States:
     """What an optimizer keeps and does.
 
     Args:
         per_element: numbers that it keeps for each element.
         counter_bytes: that it keeps for each parameter.
-        passing: numbers for each element of one parameter that torch's loop over parameters, its default on a CPU,
-            has beside these at most.
+        passing: what its step has beside these, on a CPU by torch's default, a loop over parameters.
         element_bytes, block_bytes, block_numel: of states that lie packed, as `Updates` has them.
         whole: what it updates whole, on owners; None where slices are enough.
-        is_fused: whether torch has a kernel for the host that updates in one pass, which `zs.shard` chooses for states
-            in another memory; it takes nothing beside them.
+        is_fused: whether torch has a kernel that updates in one pass and takes nothing beside the states; `zs.shard`
+            chooses that kernel on a GPU, and for states in another memory.
     """
 
     per_element: int
     counter_bytes: int
-    passing: int = 0
+    passing: Passing = Passing()
     element_bytes: int = 0
     block_bytes: int = 0
     block_numel: int = 1
@@ -108,18 +125,22 @@ def _factors(shape: Shape) -> int:
     return math.prod(stack) * (rows + columns)
 
 
+_LOOP: Final = Passing(own=2, before=1)
+"""Of Adam's loop: the divisor of one parameter lives until that of the next one is made."""
 OPTIMIZERS: Final[Mapping[str, States]] = MappingProxyType(
     {
-        "adamw": States(2, 4, 2, is_fused=True),
-        "adam": States(2, 4, 2, is_fused=True),
+        "adamw": States(2, 4, _LOOP, is_fused=True),
+        "adam": States(2, 4, _LOOP, is_fused=True),
         "sgd": States(0, 0, is_fused=True),
         "momentum": States(1, 0, is_fused=True),
-        "lion": States(1, 0),
-        "adagrad": States(1, 4, 1, is_fused=True),
-        "adamw8bit": States(0, 4, element_bytes=2, block_bytes=8, block_numel=256),
-        "lamb": States(2, 4, 2),
-        "muon": States(2, 4, 2, whole=Whole(_is_hidden, newton_schulz_cost, math.prod, 0, "newton-schulz")),
-        "adafactor": States(0, 4, 1, whole=Whole(lambda *_: True, math.prod, _factors, 4, "adafactor")),
+        "lion": States(1, 0, Passing(own=2)),
+        "adagrad": States(1, 4, Passing(own=1, before=1), is_fused=True),
+        "adamw8bit": States(
+            0, 4, Passing(9.5, batch_numel=(1 << 16, 1 << 22)), element_bytes=2, block_bytes=8, block_numel=256
+        ),
+        "lamb": States(2, 4, Passing(total=1, own=1)),
+        "muon": States(2, 4, _LOOP, whole=Whole(_is_hidden, newton_schulz_cost, math.prod, 0, "newton-schulz")),
+        "adafactor": States(0, 4, whole=Whole(lambda *_: True, math.prod, _factors, 4, "adafactor")),
     }
 )
 """Optimizers by name, as torch and `zs.optim` keep their states."""
@@ -156,17 +177,23 @@ def specs_of(
 
 
 def updates_of(
-    units: Sequence[UnitSpec], states: States, shape_of: Callable[[str, int], Shape] = lambda name, numel: (numel,)
+    units: Sequence[UnitSpec],
+    states: States,
+    shape_of: Callable[[str, int], Shape] = lambda name, numel: (numel,),
+    landed: Collection[str] | None = None,
 ) -> Updates:
     """Return what one optimizer of all trained parameters updates and keeps.
 
     Args:
         shape_of: of a parameter by its name and elements.
+        landed: names of the parameters with gradients; None for all.
     """
     entries = list[tuple[BucketSpec, int] | Owned]()
     for bucket in (bucket for unit in units for bucket in unit.reduced):
         for index, (name, numel) in enumerate(zip(bucket.names, bucket.layout.numels, strict=True)):
             whole, shape = states.whole, shape_of(name, numel)
+            if landed is not None and name not in landed:
+                continue
             if whole is None or not whole.takes(name, shape):
                 entries.append((bucket, index))
             else:
@@ -176,20 +203,28 @@ def updates_of(
     return make_updates(entries, (states.per_element, states.counter_bytes, *packed))
 
 
-def passing_bytes_of(updates: Sequence[Updates], states: States, *, is_cpu: bool, is_fused: bool) -> tuple[int, int]:
-    """Return what updates take on a CPU beside the states: the optimizer's kernels, and the check of gradients."""
-    if not is_cpu:
-        return 0, 0
-    return 0 if is_fused else _kernel_bytes(updates, states), _checked_bytes(updates)
+def passing_bytes_of(
+    updates: Sequence[Updates], passing: Sequence[Passing], *, is_cpu: bool, is_fused: bool
+) -> tuple[int, int]:
+    """Return what updates take beside the states: the optimizers' kernels, and on a CPU the check of gradients.
+
+    Args:
+        passing: of each optimizer.
+        is_fused: whether the kernels take nothing.
+    """
+    pairs = zip(updates, passing, strict=True)
+    most = 0 if is_fused else max((_kernel_bytes(*pair, is_cpu=is_cpu) for pair in pairs), default=0)
+    return most, _checked_bytes(updates) if is_cpu else 0
 
 
-def _kernel_bytes(updates: Sequence[Updates], states: States) -> int:
-    """Return what the kernels of an optimizer that updates one parameter after the other take at most."""
-    most = 0
-    for bucket, index in (place for one in updates for place in one.trained.parameters):
+def _kernel_bytes(updates: Updates, passing: Passing, *, is_cpu: bool) -> int:
+    """Return what the kernels of an optimizer take at most."""
+    most, before, total, size = 0.0, 0, 0, 0
+    for bucket, index in updates.trained.parameters:
         start, stop = bucket.layout.overlap(index, *bucket.states)
-        most = max(most, (stop - start) * itemsize(bucket.formats.state))
-    return states.passing * most
+        numel, size = stop - start, itemsize(bucket.formats.state)
+        most, before, total = max(most, passing.own * numel + passing.before * before), numel, total + numel
+    return int(size * (most + passing.total * min(total, passing.batch_numel[not is_cpu] or total)))
 
 
 def _checked_bytes(updates: Sequence[Updates]) -> int:

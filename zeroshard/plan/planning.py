@@ -345,7 +345,7 @@ def plan_module(
         traced, starts = known[key]
         traced = [one.again(options) for one in traced] if is_known else traced
     numel = traced[0].parameters_numel if options.pipe == 1 else sum(one.numel() for one in model.parameters())
-    flops = 3 * sum(one.flops for one in traced) * options.micro_batches * options.place_ranks
+    flops = sum(one.flops for one in traced) * options.micro_batches * options.place_ranks
     jobs = [one.job for one in traced] if options.pipe == 1 else timed([one.job for one in traced], options)
     plans = [
         _plan(

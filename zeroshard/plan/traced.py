@@ -7,7 +7,7 @@ and `describe/specs.py` first.
 import dataclasses
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final, final
@@ -38,7 +38,7 @@ from zeroshard.plan.trace.splitting import check_split
 from zeroshard.plan.trace.tracer import trace_step
 from zeroshard.plan.trace.treated import Treated
 from zeroshard.plan.trace.uses import UnitWatch
-from zeroshard.plan.updates import updates_for
+from zeroshard.plan.updates import passing_for, updates_for
 from zeroshard.store.bus import SMALL_BYTES
 from zeroshard.table.pipeline import Schedule
 from zeroshard.table.schedule import ROOT
@@ -68,7 +68,7 @@ class Traced:
     """A model's job, and facts from the trace.
 
     Args:
-        flops: operations of one micro-batch's forward.
+        flops: operations of one micro-batch's forward and backward, without recomputation.
         kept_bytes: bytes that a micro-batch's forward keeps for its backward.
         tokens: number of tokens of one micro-batch: elements of the first integer input, or else samples.
         output_bytes: of what the model returns beside the loss.
@@ -159,15 +159,16 @@ def trace_job(
         scripts[chunk] = Script(forward, backward, watch.partial)
     by_category = _before(trace)
     border_bytes = sum(one.nbytes for some in borders for one in some)
-    forwards = (
-        (trace.phase_at(order) is Phase.FORWARD) * cost.flops for trace in traces for order, cost in trace.kernels
-    )
-    flops, saved_bytes = sum(forwards), sum(trace.saved_bytes() for trace in traces)
+    flops, saved_bytes = (sum(found) for found in zip(*((one.flops, one.saved_bytes()) for one in traces), strict=True))
+
+    # A parameter without a gradient has no states.
+    landed = frozenset(one.parameter for trace in traces for one in trace.marks if isinstance(one, Landed))
+    taken = passing_for(options)
 
     def made(moved: Options) -> Traced:
         specs = _specs(plans, moved, precision, 0)
-        updates = updates_for(specs, moved, homes)
-        passing = passing_bytes_of(updates, moved.states, is_cpu=is_cpu, is_fused=moved.is_fused)
+        updates = updates_for(specs, moved, homes, landed)
+        passing = passing_bytes_of(updates, taken, is_cpu=is_cpu, is_fused=moved.is_fused)
         job = Job(
             specs,
             (),
@@ -200,7 +201,7 @@ def trace_job(
             + [LEFT] * bool(left)
             + [*dict.fromkeys(note for trace in traces for note in _not_counted(trace))],
             made,
-            _other_ranks(job, moved, plans, precision, homes),
+            _other_ranks(job, moved, plans, precision, homes, landed),
         )
 
     return made(options)
@@ -320,14 +321,19 @@ def _specs(plans: Sequence[UnitPlan], options: Options, precision: Precision, ra
 
 
 def _other_ranks(
-    job: Job, options: Options, plans: Sequence[UnitPlan], precision: Precision, homes: Mapping[int, str]
+    job: Job,
+    options: Options,
+    plans: Sequence[UnitPlan],
+    precision: Precision,
+    homes: Mapping[int, str],
+    landed: Collection[str],
 ) -> Sequence[tuple[str, int, Job]]:
     """Return the jobs of ranks whose shards differ from the first: each separately, or two if there are many."""
     ranks = options.shard_ranks
     found = []
     for name, count, place in shown_ranks(ranks, owned_bytes(job.updates, ranks), SHOWN_RANKS):
         specs = _specs(plans, options, precision, place)
-        other = dataclasses.replace(job, units=specs, updates=updates_for(specs, options, homes))
+        other = dataclasses.replace(job, units=specs, updates=updates_for(specs, options, homes, landed))
         found.append((name, count * options.replicas * options.islands * options.tensor, other))
     return found
 

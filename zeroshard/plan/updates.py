@@ -4,7 +4,7 @@ Owns the choice of the optimizers of a plan. It must not know traces or steps. `
 optimizer keeps.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -14,13 +14,15 @@ from zeroshard.describe.ignored import ignored_of
 from zeroshard.describe.optimizers import check_entries, optimizers_of
 from zeroshard.optim import Adafactor, Muon, muon_groups
 from zeroshard.optim.keeps import kept_by
+from zeroshard.optim.packed import PackingOptimizer
 from zeroshard.optim.updates import Entry, updates_of_optimizer
 from zeroshard.plan.job import Options
-from zeroshard.plan.named import OPTIMIZERS, updates_of
+from zeroshard.plan.named import OPTIMIZERS, Passing, States, updates_of
+from zeroshard.plan.trace.passing import passing_of
 from zeroshard.table.bytes import Updates
 from zeroshard.table.spec import UnitSpec
 
-__all__ = ["name_of", "optimizers_for", "updates_for"]
+__all__ = ["name_of", "optimizers_for", "passing_for", "updates_for"]
 
 Optimizer = torch.optim.Optimizer
 OURS: Final = ("torch.optim", "zeroshard.optim")
@@ -55,18 +57,34 @@ def name_of(optimizers: Sequence[Optimizer]) -> str:
     )
 
 
-def updates_for(units: Sequence[UnitSpec], options: Options, names: Mapping[int, str]) -> list[Updates]:
+def passing_for(options: Options) -> list[Passing]:
+    """Return what the step of each optimizer has beside its states."""
+    if not options.optimizers:
+        return [options.states.passing]
+    found = []
+    for one in options.optimizers:
+        known = OPTIMIZERS.get(name_of([one]), States(0, 0))
+        is_known = isinstance(one, PackingOptimizer)
+        found.append(known.passing if is_known else passing_of(one, known, is_cpu=options.device.is_cpu))
+    return found
+
+
+def updates_for(
+    units: Sequence[UnitSpec], options: Options, names: Mapping[int, str], landed: Collection[str]
+) -> list[Updates]:
     """Return the states and updates of the optimizers.
 
     Args:
         names: names of the parameters of `options.optimizers`, by identity.
+        landed: names of the parameters with gradients.
 
     Raises:
         ValueError: the states of an optimizer cannot be determined by a trial step.
     """
     if not options.optimizers:
-        return [updates_of(units, OPTIMIZERS[options.optimizer])]
-    places = {name: (b, index) for unit in units for b in unit.buckets for index, name in enumerate(b.names)}
+        return [updates_of(units, OPTIMIZERS[options.optimizer], landed=landed)]
+    buckets = (bucket for unit in units for bucket in unit.buckets)
+    places = {name: (b, index) for b in buckets for index, name in enumerate(b.names) if name in landed}
 
     def entry_of(parameter: nn.Parameter) -> Entry | None:
         place = places.get(names[id(parameter)])

@@ -123,6 +123,7 @@ class Trace:
         exchanges: (index of the first event after it, collective) of each collective among the step's operations.
         copies: (index of the first event after it, lane, number, bytes) of each copy of activations: "out" or "back"
             where it is issued, "" where it is waited for.
+        flops: operations of forward and backward, without recomputation.
     """
 
     events: Sequence[Event]
@@ -131,6 +132,7 @@ class Trace:
     marks: Sequence[Landed | Marked] = ()
     exchanges: Sequence[tuple[int, Exchange]] = ()
     copies: Sequence[tuple[int, str, int, int]] = ()
+    flops: float = 0.0
 
     @cached_property
     def live(self) -> Sequence[int]:

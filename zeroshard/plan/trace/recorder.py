@@ -21,7 +21,7 @@ Note: what fake tensors change
 import math
 import weakref
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 from typing import Any, Final, final
@@ -121,6 +121,7 @@ class Recorder(DispatchMode):
         self._unshared = -1
         self._hooks: list[Any] = []
         self._kernels: list[tuple[int, Cost]] = []
+        self._flops = 0.0
         self._marks: list[Landed | Marked] = []
         self._exchanges: list[tuple[int, Exchange]] = []
         self._copies: list[tuple[int, str, int, int]] = []
@@ -168,7 +169,7 @@ class Recorder(DispatchMode):
         self._results.clear()
         self._recomputed.clear()
         self._kernels.clear()
-        self.phase, self._last = Phase.BEFORE, ""
+        self.phase, self._last, self._flops = Phase.BEFORE, "", 0.0
 
     def result(self) -> Trace:
         """Return the trace so far."""
@@ -183,6 +184,7 @@ class Recorder(DispatchMode):
             tuple(self._marks),
             tuple(self._exchanges),
             tuple(self._copies),
+            self._flops,
         )
 
     # -- storages -----------------------------------------------------------------------------------------------------
@@ -323,7 +325,12 @@ class Recorder(DispatchMode):
         moved_bytes = sum(one.nbytes for one in given) + sum(one.nbytes for one in made)
         if not moved_bytes:
             return  # of no elements, which no kernel runs for
-        kind = "memory" if not flops else "attention" if "attention" in str(func) else "matmul"
+        if self.phase is not Phase.BACKWARD:
+            self._flops += flops
+        elif not torch.is_grad_enabled():  # with gradients, a backward recomputes
+            # Of the five products in the backward of attention, the first repeats the forward's.
+            self._flops += flops * (0.8 if _is_attention(func) else 1.0)
+        kind = "memory" if not flops else "attention" if _is_attention(func) else "matmul"
         shape = tuple(made[0].shape) if kind == "matmul" else ()
         rows, columns = (math.prod(shape[:-1]), shape[-1]) if len(shape) > 1 else (0, 0)
         dtype = str(made[0].dtype).removeprefix("torch.")
@@ -366,7 +373,7 @@ class Recorder(DispatchMode):
 
     def _value(self, tensor: Tensor) -> Any:
         """Return the value of a tensor that the model reads."""
-        if self.phase is Phase.UPDATE:
+        if self._reads is None and self.phase is Phase.UPDATE:
             return 1.0 if tensor.is_floating_point() else tensor.dtype is torch.bool or 1
         if self._reads is None:
             raise unreadable(self.module, f"{self._operation} of a tensor of shape {tuple(tensor.shape)}")
@@ -406,7 +413,19 @@ def _flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> float:
         is_by_columns = one.dim() == 3 and other.dim() == 2
         return 2.0 * float(other.numel() * one.shape[-2] if is_by_columns else one.numel() * other.shape[-1])
     formula = flop_registry.get(func.overloadpacket)
-    return 0.0 if formula is None else float(formula(*args, **kwargs, out_val=out))
+    flops = 0.0 if formula is None else float(formula(*args, **kwargs, out_val=out))
+    # The formulas count masked blocks, which the kernels of causal attention leave out.
+    return flops / 2 if _is_attention(func) and _argument_of(func, args, kwargs, "is_causal") else flops
+
+
+def _is_attention(func: Any) -> bool:
+    return "attention" in str(func)
+
+
+def _argument_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], name: str) -> Any:
+    """Return an argument of a call of an operation; None where it is not given, or the operation has none."""
+    names = [one.name for one in func._schema.arguments[: len(args)]]
+    return args[names.index(name)] if name in names else kwargs.get(name)
 
 
 def _is_in_place(func: Any) -> bool:

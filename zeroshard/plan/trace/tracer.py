@@ -53,8 +53,8 @@ def trace_step(
         personality: name of the kernels, "cpu" or "cuda".
         micro_batches: number of forwards and backwards per step, each with the same inputs.
         steps: number of traced steps; the first step starts without gradients and optimizer states.
-        reads: called with a tensor of one element whose value the model reads, returns the value. Optimizers read 1
-            from their step counters.
+        reads: called with a tensor of one element whose value the model or the optimizer reads, returns the value;
+            without it, optimizers read 1.
         takes_gradients: whether gradients are taken from their parameters when they are complete, as in the engine;
             `Trace.marks` has the times. There are no updates then.
         treated: the treatments of tensors saved for the backward.
