@@ -44,6 +44,18 @@ def lora() -> nn.Module:
     return peft.get_peft_model(models.Stack(), peft.LoraConfig(r=2, target_modules=["up", "down"]))  # type: ignore[arg-type]
 
 
+class WithUnused(models.Stack):
+    """Has a layer that no forward uses, so that gets neither gradients nor states."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = nn.Linear(models.WIDTH, 40)
+
+
+def unused() -> nn.Module:
+    return WithUnused()
+
+
 def _frozen(model: nn.Module, is_frozen: Callable[[str], bool]) -> nn.Module:
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not is_frozen(name))
@@ -85,6 +97,7 @@ CASES = [
     for place, build in enumerate(MODELS)
     for stage in STAGES
 ]
+UNUSED = [(unused, OWNERS[stage], stage, stage % len(OPTIONS)) for stage in STAGES]
 COLUMNS = ("parameters", "gradients", "states", "padding", "transient")
 
 
@@ -114,7 +127,7 @@ def run(
 
 @functools.cache
 def measured() -> dict[tuple[Any, ...], list[Any]]:
-    return run_cases(run, 2, CASES, timeout_s=4 * TIMEOUT_S)
+    return run_cases(run, 2, CASES + UNUSED, timeout_s=4 * TIMEOUT_S)
 
 
 def planned(build: Callable[[], nn.Module], optimizer: Any, stage: int, place: int) -> zs.Plan:
@@ -145,6 +158,15 @@ def test_the_plan_is_the_run(case: tuple[Any, ...]) -> None:
         ticks = [(tick.kind, tick.unit, tick.nbytes) for tick in plan.film.ticks if tick.kind in SENT]
         assert closed(ticks) == closed(sent)
     assert (stage in (1, 2)) == any(kind == "publish" for kind, *_ in sent)
+
+
+@pytest.mark.parametrize("case", UNUSED, ids=lambda case: f"{case[1].__name__}-{case[2]}-{case[3]}")
+def test_parameters_that_no_forward_uses_have_no_states(case: tuple[Any, ...]) -> None:
+    plan = planned(*case)
+    for rank, (held, _) in enumerate(measured()[case]):
+        one = plan.ranks[rank]
+        assert {name: held[name] for name in COLUMNS[:-1]} == {name: one.resident_bytes[name] for name in COLUMNS[:-1]}
+        assert held.get("host", 0) == one.elsewhere_bytes.get("host", 0)
 
 
 @pytest.mark.parametrize("stage", [1, 2])

@@ -151,6 +151,34 @@ def test_experts_of_a_traced_model_count_their_operations() -> None:
 
 
 @pytest.mark.parametrize(
+    ("kind", "given", "missing"),
+    [
+        ("mistral", {}, "num_key_value_heads"),
+        ("mixtral", {"num_key_value_heads": 2, "num_local_experts": 4}, "num_experts_per_tok"),
+        ("mixtral", {"num_key_value_heads": 2, "num_experts_per_tok": 1}, "num_experts"),
+        ("qwen3", {"num_key_value_heads": 2}, "head_dim"),
+        ("qwen3_moe", {"num_key_value_heads": 2, "num_experts": 4, "num_experts_per_tok": 1}, "moe_intermediate_size"),
+    ],
+)
+def test_what_a_configuration_leaves_to_transformers_is_its_default(
+    kind: str, given: dict[str, int], missing: str, tmp_path: Path
+) -> None:
+    config = {
+        "model_type": kind,
+        **SMALL,
+        "num_attention_heads": 2,
+        "vocab_size": 100,
+        "intermediate_size": 32,
+        **given,
+    }
+    with pytest.raises(NoShapeError, match=f"has no '{missing}'"):
+        shape_of_config(config, "one")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    model, _ = module_of(tmp_path)
+    assert type(model).__name__.endswith("ForCausalLM")
+
+
+@pytest.mark.parametrize(
     ("kind", "key", "value"),
     [
         ("qwen3_moe", "mlp_only_layers", [0]),

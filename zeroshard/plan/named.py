@@ -5,7 +5,7 @@ Owns the names that a plan is asked with. Must not know memory over time (`film.
 
 import math
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final, final
@@ -177,23 +177,17 @@ def specs_of(
 
 
 def updates_of(
-    units: Sequence[UnitSpec],
-    states: States,
-    shape_of: Callable[[str, int], Shape] = lambda name, numel: (numel,),
-    landed: Collection[str] | None = None,
+    units: Sequence[UnitSpec], states: States, shape_of: Callable[[str, int], Shape] = lambda name, numel: (numel,)
 ) -> Updates:
     """Return what one optimizer of all trained parameters updates and keeps.
 
     Args:
         shape_of: of a parameter by its name and elements.
-        landed: names of the parameters with gradients; None for all.
     """
     entries = list[tuple[BucketSpec, int] | Owned]()
     for bucket in (bucket for unit in units for bucket in unit.reduced):
         for index, (name, numel) in enumerate(zip(bucket.names, bucket.layout.numels, strict=True)):
             whole, shape = states.whole, shape_of(name, numel)
-            if landed is not None and name not in landed:
-                continue
             if whole is None or not whole.takes(name, shape):
                 entries.append((bucket, index))
             else:

@@ -350,7 +350,7 @@ def plan_module(
     plans = [
         _plan(
             type(model).__name__,
-            (numel, numel),
+            (numel, None),
             options,
             job,
             flops,
@@ -391,7 +391,7 @@ def plan_place(shape: Transformer, options: Options, job: Job, place: int) -> Pl
 
 def _plan(
     name: str,
-    numels: tuple[int, int],
+    numels: tuple[int, int | None],
     options: Options,
     job: Job,
     flops: float,

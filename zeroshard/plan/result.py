@@ -70,7 +70,8 @@ class Plan:
     """The predicted memory and time of a run.
 
     Args:
-        model: its name; `parameters_numel` counts all parameters, `used_numel` those that each token uses.
+        model: its name; `parameters_numel` counts all parameters, `used_numel` those that each token
+            uses, None for a module.
         options: as readable text.
         ranks: classes of ranks that hold the same bytes.
         live: tensors live at the peak, largest first: (column, unit, description, bytes).
@@ -106,7 +107,7 @@ class Plan:
 
     model: str
     parameters_numel: int
-    used_numel: int
+    used_numel: int | None
     asked: Options
     options: Mapping[str, str | int]
     ranks: Sequence[RankClass]
@@ -281,6 +282,9 @@ class Plan:
     def __str__(self) -> str:
         return _render(self)
 
+    def __repr__(self) -> str:
+        return f"<Plan of {self.model}: {self.verdict}, {size_text(self.total_bytes)} a rank; print() shows it>"
+
 
 OF_SPANS: Final = MappingProxyType({one: one for one in ("start_s", "stop_s", "is_exposed")} | {"label": "what"})
 """Columns of a lane, with the fields of a `LaneSpan`."""
@@ -436,9 +440,10 @@ LANES: Final = MappingProxyType(
 def _render(plan: Plan) -> str:
     """Return a plan as text."""
     device, options = plan.asked.device, plan.options
+    used = plan.used_numel or plan.parameters_numel
     lines = [
         f"{plan.model}: {count(plan.parameters_numel)} parameters"
-        + f" ({count(plan.used_numel)} used by each token)" * (plan.used_numel != plan.parameters_numel),
+        + f" ({count(used)} used by each token)" * (used != plan.parameters_numel),
         ", ".join(f"{name} {value}" for name, value in options.items() if (name, value) not in PLAIN),
         "",
         f"memory per rank, GiB{_fullest(plan)}: {SAYS[plan.verdict]}",

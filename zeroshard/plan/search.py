@@ -79,6 +79,9 @@ class Search:
     def __str__(self) -> str:
         return _render(self)
 
+    def __repr__(self) -> str:
+        return f"<Search over {self.count} configurations of {self.model.name}; print() shows the frontier>"
+
     def to_json(self) -> dict[str, Any]:
         """Return the frontier, the candidates and the best plans as JSON values."""
         return {

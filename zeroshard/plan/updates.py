@@ -5,6 +5,7 @@ optimizer keeps.
 """
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 import torch
@@ -81,10 +82,10 @@ def updates_for(
     Raises:
         ValueError: the states of an optimizer cannot be determined by a trial step.
     """
+    places = {name: (b, index) for unit in units for b in unit.buckets for index, name in enumerate(b.names)}
+    unused = frozenset((b.number, index) for name, (b, index) in places.items() if name not in landed)
     if not options.optimizers:
-        return [updates_of(units, OPTIMIZERS[options.optimizer], landed=landed)]
-    buckets = (bucket for unit in units for bucket in unit.buckets)
-    places = {name: (b, index) for b in buckets for index, name in enumerate(b.names) if name in landed}
+        return [replace(updates_of(units, OPTIMIZERS[options.optimizer]), unused=unused)]
 
     def entry_of(parameter: nn.Parameter) -> Entry | None:
         place = places.get(names[id(parameter)])
@@ -92,7 +93,8 @@ def updates_for(
 
     updates = list[Updates]()
     for one in options.optimizers:
-        updates.append(updates_of_optimizer(one, entry_of, kept=(kept := kept_by(one))))
+        made = updates_of_optimizer(one, entry_of, kept=(kept := kept_by(one)))
+        updates.append(replace(made, unused=unused))
         if kept.cost is None and updates[-1].parameters:
             raise ValueError(
                 f"optimizer=: the states of {type(one).__name__} cannot be determined by a trial step, because its "

@@ -7,7 +7,7 @@ Source: Rajbhandari et al. 2020, sections 5 and 7.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Final, final
@@ -76,6 +76,7 @@ class Updates:
         element_bytes: packed bytes per element.
         block_bytes: bytes per block of `block_numel` elements of a slice; the last block may be smaller.
         whole: parameters that are updated as a whole.
+        unused: (bucket's number, index) of parameters that get no gradients.
     """
 
     parameters: Sequence[tuple[BucketSpec, int]]
@@ -85,12 +86,17 @@ class Updates:
     block_bytes: int = 0
     block_numel: int = 1
     whole: Sequence[Owned] = field(default=(), kw_only=True)
+    unused: Collection[tuple[int, int]] = field(default=(), kw_only=True)
 
     @cached_property
     def trained(self) -> "Updates":
-        """The same of the parameters that get gradients: an optimizer makes no states of frozen ones."""
-        sliced = [place for place in self.parameters if place[0].is_reduced]
-        return replace(self, parameters=sliced, whole=[one for one in self.whole if one.bucket.is_reduced])
+        """The same of the parameters that get gradients: an optimizer makes no states of others."""
+
+        def is_used(bucket: BucketSpec, index: int) -> bool:
+            return bucket.is_reduced and (bucket.number, index) not in self.unused
+
+        whole = [one for one in self.whole if is_used(one.bucket, one.index)]
+        return replace(self, parameters=[one for one in self.parameters if is_used(*one)], whole=whole)
 
     @cached_property
     def buckets(self) -> frozenset[int]:

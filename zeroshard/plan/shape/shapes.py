@@ -238,7 +238,7 @@ _LLAMAS: Final = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", 
 
 
 class NoShapeError(ValueError):
-    """A configuration that says its model's type, which no shape supports."""
+    """A configuration of a type that no shape supports, or that leaves sizes to the defaults of Transformers."""
 
 
 def read_config(path: str | Path) -> Transformer:
@@ -263,7 +263,8 @@ def shape_of_config(config: Mapping[str, Any], name: str) -> Transformer:
     """Return the shape that a Transformers configuration describes.
 
     Raises:
-        ValueError: no shape supports its `model_type`, or a size is missing.
+        NoShapeError: no shape supports its `model_type`, or a size is missing.
+        ValueError: a size is none, or there is no `model_type`.
     """
     if not isinstance(config, Mapping):
         raise ValueError(f"{name}: a configuration is a mapping, got {type(config).__name__}.")
@@ -288,14 +289,31 @@ def shape_of_config(config: Mapping[str, Any], name: str) -> Transformer:
         if kind is not None:
             return _of_llama(config, kind, name)
     except KeyError as error:
-        raise ValueError(f"{name}: the configuration of {kind!r} has no {error.args[0]!r}.") from error
+        raise NoShapeError(f"{name}: the configuration of {kind!r} has no {error.args[0]!r}.") from error
     except (TypeError, ValueError) as error:
         raise ValueError(f"{name}: the configuration of {kind!r} has an unsupported size: {error}") from error
     raise ValueError(f"{name}: the configuration has no model_type.")
 
 
+_DEFAULTED: Final = MappingProxyType(
+    {
+        "mistral": ("num_key_value_heads",),
+        "mixtral": ("num_key_value_heads", "num_experts_per_tok"),
+        "qwen2": ("num_key_value_heads",),
+        "qwen3": ("num_key_value_heads", "head_dim"),
+        "qwen3_moe": ("num_key_value_heads", "num_experts_per_tok", "moe_intermediate_size"),
+        "deepseek_v3": ("num_experts_per_tok", "moe_intermediate_size", "n_shared_experts", "first_k_dense_replace"),
+    }
+)
+"""Keys without which Transformers makes a model of its defaults, by type."""
+
+
 def _of_llama(config: Mapping[str, Any], kind: str, name: str) -> Transformer:
-    experts = config.get("num_local_experts") or config.get("num_experts") or config.get("n_routed_experts") or 0
+    counts = [config[key] for key in ("num_local_experts", "num_experts", "n_routed_experts") if config.get(key)]
+    is_mixed = "num_experts_per_tok" in _DEFAULTED.get(kind, ())
+    for key in (*_DEFAULTED.get(kind, ()), *["num_experts"] * (is_mixed and not counts)):
+        config[key]
+    experts = counts[0] if counts else 0
     inner = config.get("moe_intermediate_size") if experts else None
     latent: tuple[int, ...] = ()
     if kind == "deepseek_v3":

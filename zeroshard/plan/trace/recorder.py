@@ -412,7 +412,11 @@ def _flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> float:
         one, other = args[:2]
         is_by_columns = one.dim() == 3 and other.dim() == 2
         return 2.0 * float(other.numel() * one.shape[-2] if is_by_columns else one.numel() * other.shape[-1])
-    formula = flop_registry.get(func.overloadpacket)
+    # torch has no formula for the kernel of a CPU, whose first arguments are those of the GPU's.
+    packet = func.overloadpacket
+    if (name := packet.__name__).startswith("_scaled_dot_product_flash_attention_for_cpu"):
+        packet = getattr(aten, name.replace("_for_cpu", ""))
+    formula = flop_registry.get(packet)
     flops = 0.0 if formula is None else float(formula(*args, **kwargs, out_val=out))
     # The formulas count masked blocks, which the kernels of causal attention leave out.
     return flops / 2 if _is_attention(func) and _argument_of(func, args, kwargs, "is_causal") else flops
