@@ -1,5 +1,6 @@
 """What an optimizer's slice and its gradient answer: this rank's elements, norms of the whole, never a lone sum."""
 
+import copy
 import math
 
 import pytest
@@ -72,3 +73,20 @@ def all_rows() -> None:
 
 def test_the_gradients_of_slices_answer_for_the_whole_or_refuse() -> None:
     run_ranks(all_rows, 2, timeout_s=TIMEOUT_S)
+
+
+def a_copy() -> None:
+    model = models.build(Shapes)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    zs.shard(model, optimizer, stage=1, settings=zs.Settings(watchdog_s=WATCHDOG_S))
+    of(optimizer)[0].requires_grad = False
+    for entry, copied in zip(of(optimizer), of(copy.deepcopy(optimizer)), strict=True):
+        assert type(copied) is nn.Parameter
+        assert torch.equal(copied, entry)
+        assert copied.requires_grad is entry.requires_grad is not (entry is of(optimizer)[0])
+        assert copied.grad is None
+
+
+def test_a_copied_optimizer_has_plain_parameters() -> None:
+    """Which are apart from the model: a copied slice without its parameter had no `.grad` at all."""
+    run_ranks(a_copy, 2, timeout_s=TIMEOUT_S)

@@ -4,7 +4,9 @@ Ranks that run different units, or one order each, get the bits of plain data pa
 one sum in rank order, made when all ranks have theirs.
 """
 
+import functools
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -239,6 +241,27 @@ def frozen_parameters_in_the_optimizer(run: Run) -> None:
         optimizer.zero_grad()
 
 
+def muon(model: nn.Module) -> torch.optim.Optimizer:
+    return zs.optim.Muon(zs.optim.muon_groups(model))
+
+
+def frozen_and_thawed_through_groups(run: Run, make: Callable[..., Any] = models.adamw, **options: Any) -> None:
+    """The groups hold slices once a model is sharded; what code freezes through them are the parameters."""
+    model = models.build(models.Stack)
+    optimizer = make(model)
+    run.shard(model, optimizer, **options)
+    for step in range(4):
+        entries = [entry for group in optimizer.param_groups for entry in group["params"]]
+        for number, entry in enumerate(entries):
+            entry.requires_grad = number % 3 != step % 3
+        entries[-1].requires_grad_(step > 2).requires_grad_(step > 1)
+        run.backward(models.stack_loss(model, step, run.rank))
+        frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
+        run.record(frozen=frozen, told=[entry.requires_grad for entry in entries])
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 ALIKE = [
     never_used_by_any_rank,
     other_blocks_at_each_step,
@@ -249,6 +272,7 @@ ALIKE = [
     the_first_blocks_frozen,
     adapters,
     frozen_and_thawed_between_steps,
+    frozen_and_thawed_through_groups,
     frozen_on_the_way_through_accumulation,
     frozen_parameters_in_the_optimizer,
 ]
@@ -270,6 +294,13 @@ BY_RANK = [
 @pytest.mark.parametrize(("script", "world"), at_worlds(ALIKE))
 def test_unused_and_frozen(script: Callable[[Run], None], world: int) -> None:
     assert_matches(script, world)
+
+
+@pytest.mark.product
+@pytest.mark.parametrize("way", ["host", "files", "whole matrices"])
+def test_groups_freeze_wherever_slices_lie(way: str, tmp_path: Path) -> None:
+    options = {"host": {"offload": "host"}, "files": {"offload": tmp_path}, "whole matrices": {"make": muon}}[way]
+    assert_matches(functools.partial(frozen_and_thawed_through_groups, **options), 2, (1, 3))
 
 
 @pytest.mark.product

@@ -15,7 +15,7 @@ import sys
 import weakref
 from collections.abc import Callable, Sequence
 from types import MappingProxyType
-from typing import Any, final
+from typing import Any, Self, final
 
 import torch
 
@@ -90,9 +90,7 @@ class LogicalGradient(torch.Tensor):
         return made
 
     @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, kwargs = name_of(func), kwargs or {}
         # A setter has the name of its property, and the gradient may be one of several tensor arguments.
         if args and func.__name__ not in ("__set__", "__delete__"):
@@ -112,9 +110,7 @@ class LogicalGradient(torch.Tensor):
         raise _refusal(name, _gradients_in((args, kwargs))[0])
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         raise _refusal(str(func), _gradients_in((args, kwargs))[0])
 
     def full_tensor(self) -> Tensor:
@@ -145,9 +141,7 @@ class MappedGradient(torch.Tensor):
         return made
 
     @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, kwargs = name_of(func), kwargs or {}
         if args and isinstance(args[0], cls) and func.__name__ not in ("__set__", "__delete__"):
             if name in METADATA:
@@ -158,9 +152,7 @@ class MappedGradient(torch.Tensor):
         raise _refusal(f"{name} of a function of each element", find((args, kwargs), cls)[0]._source)
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         raise _refusal(str(func), find((args, kwargs), cls)[0]._source)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -175,9 +167,7 @@ class MasterGradient(torch.Tensor):
     is_sparse = False  # optimizers ask each gradient, and `__torch_function__` takes microseconds to answer
 
     @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # Updates mix gradients with plain tensors; only functions of the gradient itself are intercepted.
         name, kwargs = func.__name__, kwargs or {}
         if name == SCALER_CHECK:
@@ -236,6 +226,24 @@ class MasterSlice(torch.nn.Parameter):
             )
         if value is None:
             assign(slot, None)
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether the parameter is trained: code that freezes a model by an optimizer's groups finds only slices."""
+        return slot_of(self).parameter.requires_grad
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        slot_of(self).parameter.requires_grad = value
+
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        """Train the parameter, or freeze it."""
+        self.requires_grad = requires_grad
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.nn.Parameter:
+        memo[id(self)] = copied = torch.nn.Parameter(self.detach().as_subclass(Tensor).clone(), self.requires_grad)
+        return copied
 
 
 def part_of(slot: Slot) -> Tensor:
@@ -398,10 +406,7 @@ def _change(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     owner.check_outside_backward("A change of gradients in place")
     owner.learn()
     parts: list[Tensor] = _local_parts([_slot_of(target) for target in ours], name)
-    for target in targets:
-        is_ours = isinstance(target, OURS)
-        if not is_ours or (isinstance(target, MasterGradient) and target.dtype != target._slot.bucket.dtypes.grad):
-            parts.append(target)
+    parts += [one for one in targets if not isinstance(one, OURS) or one.dtype != one._slot.bucket.dtypes.grad]
     with torch.no_grad(), NoSubclasses():
         for device in {part.device: None for part in parts}:
             # A scalar may be on the device while gradients are on the host.
