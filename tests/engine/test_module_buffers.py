@@ -256,14 +256,58 @@ def test_statistics_that_a_backward_reads_follow_at_the_step(stage: int) -> None
     assert not torch.equal(kept[0][1]["running_mean"], kept[1][1]["running_mean"])
 
 
-def left_behind(writes: bool) -> dict[str, Tensor]:
-    """Let a forward in evaluation mode take others' statistics, and read them where ranks meet next."""
-    made, rank = make((3, True), build()), torch.distributed.get_rank()
-    made.call(inputs(0, rank))
-    for block in made.model[:3]:
-        block.norm.eval()
+def without_a_step(how: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    """Evaluate after a backward that no step follows."""
+    made, rank = make(how, build()), torch.distributed.get_rank()
+    for step in range(2):
+        losses(made, step, rank, "one")
+        if step == 0:
+            made.optimizer.step()
+            made.optimizer.zero_grad()
+    made.model.eval()
     with torch.no_grad():
-        made.call(inputs(1, rank))
+        return made.call(inputs(99, 0)), values(made.model)
+
+
+def test_an_evaluation_needs_no_step_before_it() -> None:
+    found = run_cases(without_a_step, 2, [(how,) for how in (DDP, *third(HOWS))], timeout_s=60.0)
+    for (how,), ranks in found.items():
+        assert_same([found[DDP,][0]] * 2, ranks, str(how))
+
+
+def around_an_evaluation(how: Any) -> list[list[Tensor]]:
+    """Return parameters after a step, without an evaluation between forward and backward, and with one."""
+    kept = []
+    for evaluates in (False, True):
+        made, rank = make(how, build()), torch.distributed.get_rank()
+        losses(made, 0, rank, "one")
+        loss = made.call(inputs(1, rank)).square().mean()
+        made.model.train(not evaluates)
+        with torch.no_grad():
+            made.call(inputs(2, 0)) if evaluates else None
+        loss.backward()
+        made.optimizer.step()
+        with made.zero.gathered():
+            kept.append([one.detach().clone() for one in made.model.parameters()])
+    return kept
+
+
+def test_an_evaluation_before_a_backward_changes_no_gradient() -> None:
+    """It takes the statistics of the first rank, which autograd has saved for the backward in training mode."""
+    for (how,), ranks in run_cases(around_an_evaluation, 2, third([(how,) for how in HOWS]), timeout_s=60.0).items():
+        for without, evaluated in ranks:
+            assert_same(without, evaluated, str(how))
+
+
+def left_behind(writes: bool) -> dict[str, Tensor]:
+    """Let a forward take others' statistics that an earlier one has read, and read them where ranks meet next."""
+    made, rank = make((3, True), build()), torch.distributed.get_rank()
+    for turn in range(3):
+        for block in made.model[:3]:
+            block.norm.train(turn == 1)
+        with torch.set_grad_enabled(turn < 2):
+            made.call(inputs(turn % 2, rank))
+    with torch.no_grad():
         for block in made.model[:3] if writes else ():
             block.norm.running_mean.add_(1.0)
     with made.zero.gathered():

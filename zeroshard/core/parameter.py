@@ -14,7 +14,6 @@ Note: two classes
 """
 
 import copy
-from collections.abc import Callable
 from typing import Any, final
 
 import torch
@@ -138,9 +137,7 @@ class ReleasedParameter(ShardedParameter):
     """A parameter whose values are spread over the ranks right now."""
 
     @classmethod
-    def __torch_function__(  # type: ignore[override]
-        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         name, kwargs = gradient.name_of(func), kwargs or {}
         if name not in METADATA or name == "new_tensor":
             with NoSubclasses():

@@ -261,9 +261,7 @@ class WaitingSlice(MasterSlice):
     """A slice that is updated in the background: whoever reads it waits first."""
 
     @classmethod
-    def __torch_function__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if name_of(func) not in METADATA:
             for one in find((args, kwargs), WaitingSlice):
                 slot_of(one).living_owner().learn()

@@ -6,7 +6,8 @@ Note: DistributedDataParallel's values, earlier
     DistributedDataParallel broadcasts all buffers before a forward that follows a training forward outside `no_sync()`.
     Here only changed buffers are sent, and as early as at the step, so that evaluation, checkpoints and `gathered()`
     find equal values and send nothing. They are written before a forward or a step, never inside a backward, which may
-    read them; statistics of norms in evaluation mode, which the backward of an earlier forward may read, at the step.
+    read them; statistics that a forward with gradients has read in evaluation mode, and its backward may read, at the
+    step.
 Note: which buffers
     A change is another object or another version. The kernels of batch norms leave versions alone, so the buffers of a
     module that has statistics count as changed if it is, or was at a forward, in training mode, or if one of them has
@@ -87,6 +88,8 @@ class Following:
         self._modules = {module for _, module, _ in places}
         self._trained: set[nn.Module] = set()
         """Modules with buffers that were in training mode at a forward since ranks had equal values."""
+        self._read: set[nn.Module] = set()
+        """Modules with buffers that were in evaluation mode at a forward with gradients since the last step."""
         self._first = {
             place: one.detach().clone()
             for place in range(len(places))
@@ -99,7 +102,7 @@ class Following:
         self._changed: frozenset[int] = frozenset()
         """What the last digest was computed from."""
         self._left: dict[int, Tensor] = {}
-        """Values for buffers that backwards may still read: the statistics of norms in evaluation mode."""
+        """Values for buffers that backwards may still read: the statistics of norms in `_read`."""
         self._agreed: frozenset[int] = frozenset()
         """Buffers that votes have named since ranks had equal values; equal on all ranks, as what follows."""
         self._is_due = False
@@ -150,6 +153,8 @@ class Following:
         if self._is_due and (self._is_told or not self._is_calm):
             self._follow(f"a forward after {TRAINED}")
         self._note_modes()
+        if torch.is_grad_enabled():
+            self._read.update(module for module in self._modules if not module.training)
         if is_followed:
             self._is_due, self._is_told = True, False
 
@@ -214,10 +219,10 @@ class Following:
             start += one.nbytes
             source = unexpanded(values[0] if len(rows) == 1 else _mean(values), one.stride())
             self._left.pop(place, None)
-            if place in self._silent and not self._places[place][1].training:
+            if place in self._silent and (module := self._places[place][1]) in self._read and not module.training:
                 self._left[place] = source.clone()
                 continue
-            # No backward reads the statistics of a norm in training mode: they need no new version.
+            # No backward reads the statistics of other norms: they need no new version.
             target = unexpanded(one.data if place in self._silent else one, one.stride())
             if is_lazy(target):
                 target.copy_(source)
@@ -238,6 +243,7 @@ class Following:
                     unexpanded(one, one.stride()).copy_(values)
                 self._accept([place])
         self._left.clear()
+        self._read.clear()
 
     def _note_modes(self) -> None:
         self._trained.update(module for module in self._modules if module.training)
