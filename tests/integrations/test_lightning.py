@@ -310,6 +310,45 @@ def test_a_checkpoint_is_evaluated_without_a_training_before(tmp_path: Path) -> 
     assert alone == [found["tested"][0] for found in whole]
 
 
+class TwoNets(lightning.LightningModule):
+    """Trains two nets in turn, each with an optimizer of its own, and freezes the other one by its groups."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.losses = net(), net(), []
+        self.automatic_optimization = False
+
+    def training_step(self, batch: torch.Tensor, _: int) -> None:
+        for optimizer in self.optimizers():
+            self.toggle_optimizer(optimizer)
+            loss = self.second(self.first(batch)).square().mean()
+            self.manual_backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            self.untoggle_optimizer(optimizer)
+            self.losses.append(loss.item())
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.AdamW(one.parameters(), lr=1e-2) for one in (self.first, self.second)]
+
+
+QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "enable_model_summary": False}
+
+
+def run_by_hand(stage: int | None) -> list[float]:
+    os.environ["TORCHELASTIC_RUN_ID"] = "tests"
+    strategy = "ddp_find_unused_parameters_true" if stage is None else ZeroStrategy(zero(stage))
+    task = TwoNets()
+    lightning.Trainer(**MEMBERS, **QUIET, strategy=strategy, max_epochs=1).fit(task, batches(0, 16))
+    return task.losses
+
+
+def test_manual_optimization_computes_what_ddp_computes() -> None:
+    expected = run_ranks(run_by_hand, 2, None, timeout_s=TIMEOUT_S)
+    for stage in third([3, 1]):
+        assert run_ranks(run_by_hand, 2, stage, timeout_s=TIMEOUT_S) == expected
+
+
 # -- the page ---------------------------------------------------------------------------------------------------------
 
 

@@ -29,8 +29,8 @@ __all__ = ["FabricStrategy", "ZeroStrategy"]
 
 VALUES: Final = "lightning.ckpt"
 """The file of the Trainer's own values in the folder of a checkpoint."""
-STEPS: Final = ("training_step", "validation_step", "test_step", "predict_step")
-"""Methods of a LightningModule that run the model."""
+EVALUATIONS: Final = ("validation_step", "test_step", "predict_step")
+"""Methods of a LightningModule that run the model; `training_step` does if it runs no backward of its own."""
 
 
 def _check_precision(name: str, precision: Any) -> None:
@@ -174,8 +174,10 @@ class ZeroStrategy(DDPStrategy):  # type: ignore[misc]
         _check_precision(type(self).__name__, self.precision_plugin)
         if self.zero is None or self._sharded is not self.lightning_module:
             super().setup(trainer)
-            self.zero = zs.shard(self.lightning_module, self.optimizers or None, **options_with(self._asked, *STEPS))
-            self._sharded = self.lightning_module
+            model = self.lightning_module
+            steps = EVALUATIONS + ("training_step",) * model.automatic_optimization
+            self.zero = zs.shard(model, self.optimizers or None, **options_with(self._asked, *steps))
+            self._sharded = model
             return
         self.accelerator.setup(trainer)  # the model is where it was
         if trainer.state.fn == "fit" and not self.optimizers:
