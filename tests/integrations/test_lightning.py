@@ -12,7 +12,7 @@ import lightning
 import pytest
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import BaseFinetuning, ModelCheckpoint
 from lightning.pytorch.plugins import AsyncCheckpointIO
 from torch import nn
 from torch.utils.data import DataLoader
@@ -347,6 +347,46 @@ def test_manual_optimization_computes_what_ddp_computes() -> None:
     expected = run_ranks(run_by_hand, 2, None, timeout_s=TIMEOUT_S)
     for stage in third([3, 1]):
         assert run_ranks(run_by_hand, 2, stage, timeout_s=TIMEOUT_S) == expected
+
+
+class Thawing(Task):
+    """Trains its first layer from the second epoch on."""
+
+    def on_train_epoch_start(self) -> None:
+        self.net[0].requires_grad_(self.current_epoch >= 1)
+
+
+class Thaw(BaseFinetuning):
+    """Does so by Lightning's callback."""
+
+    def freeze_before_training(self, pl_module: Any) -> None:
+        self.freeze(pl_module.net[0])
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+        self.unfreeze_and_add_param_group(pl_module.net[0], optimizer)
+
+
+def run_finetuning(stage: int | None, callbacks: list[Any]) -> list[float]:
+    os.environ["TORCHELASTIC_RUN_ID"] = "tests"
+    strategy = "ddp_find_unused_parameters_true" if stage is None else ZeroStrategy(zero(stage))
+    task = Thawing()
+    trainer = lightning.Trainer(**MEMBERS, **QUIET, strategy=strategy, max_epochs=2, callbacks=callbacks)
+    trainer.fit(task, batches(0, 16))
+    return task.losses
+
+
+def refuse_finetuning() -> str:
+    with pytest.raises(ValueError) as caught:
+        run_finetuning(1, [Thaw()])
+    return str(caught.value)
+
+
+def test_the_callback_for_finetuning_is_refused_and_its_replacement_trains() -> None:
+    for text in run_ranks(refuse_finetuning, 2, timeout_s=TIMEOUT_S):
+        assert "the callback Thaw" in text and "self.backbone.requires_grad_(" in text
+    expected = run_ranks(run_finetuning, 2, None, [], timeout_s=TIMEOUT_S)
+    for stage in third([3, 1]):
+        assert run_ranks(run_finetuning, 2, stage, [], timeout_s=TIMEOUT_S) == expected
 
 
 # -- the page ---------------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from zeroshard.integrations.parts import FOLDER, of_step, options_with, remove_o
 try:
     from lightning.fabric.strategies import DDPStrategy as FabricDDP
     from lightning.fabric.strategies.strategy import _BackwardSyncControl
+    from lightning.pytorch.callbacks import BaseFinetuning
     from lightning.pytorch.plugins import AsyncCheckpointIO
     from lightning.pytorch.strategies import DDPStrategy
 except ModuleNotFoundError as error:
@@ -145,6 +146,18 @@ class FabricStrategy(FabricDDP):  # type: ignore[misc]
 # -- the Trainer ------------------------------------------------------------------------------------------------------
 
 
+def _check_callbacks(trainer: Any) -> None:
+    """Raise if a callback of a training looks for the model's parameters among an optimizer's entries."""
+    for one in trainer.callbacks if trainer.state.fn == "fit" else ():
+        if isinstance(one, BaseFinetuning):
+            raise ValueError(
+                f"ZeroStrategy with the callback {type(one).__name__}: Lightning's BaseFinetuning looks for parameters "
+                "of the model in its optimizers, which hold slices. Leave the callback out, return an optimizer of all "
+                "parameters from configure_optimizers(), a group for each learning rate, and freeze and thaw modules "
+                "in on_train_epoch_start(): self.backbone.requires_grad_(self.current_epoch >= 10)."
+            )
+
+
 class ZeroStrategy(DDPStrategy):  # type: ignore[misc]
     """A strategy of Lightning's Trainer: `Trainer(strategy=ZeroStrategy({"stage": 3}))`.
 
@@ -157,7 +170,7 @@ class ZeroStrategy(DDPStrategy):  # type: ignore[misc]
     model and optimizers plain.
 
     Raises:
-        ValueError: the Trainer has a precision.
+        ValueError: the Trainer has a precision, or a callback for fine-tuning.
     """
 
     def __init__(self, zero: Mapping[str, Any] | None = None, **options: Any) -> None:
@@ -172,6 +185,7 @@ class ZeroStrategy(DDPStrategy):  # type: ignore[misc]
     def setup(self, trainer: Any) -> None:
         """Shard the model, and its optimizers at the start of `fit()`. Collective: as `zs.shard`."""
         _check_precision(type(self).__name__, self.precision_plugin)
+        _check_callbacks(trainer)
         if self.zero is None or self._sharded is not self.lightning_module:
             super().setup(trainer)
             model = self.lightning_module
