@@ -345,6 +345,14 @@ def test_a_modules_work_is_that_of_its_products() -> None:
     assert plan.asked.tokens_per_step == 4
 
 
+def test_recurrent_layers_count_their_products_on_a_gpu() -> None:
+    inputs = [torch.zeros(5, 4, 32, device="meta")]
+    plan = zs.plan(nn.LSTM(32, 64), world_size=1, precision="fp32", inputs=inputs, loss=lambda out: out[0].sum())
+    products = 2 * 5 * 4 * 4 * 64 * (32 + 64)
+    assert products * 2 < plan.flops_per_step <= products * 3
+    assert not plan.notes
+
+
 class Distilled(nn.Module):
     """A teacher without gradients beside a model whose first layer is frozen."""
 

@@ -378,7 +378,7 @@ def _not_counted(trace: Trace) -> tuple[str, ...]:
         {event.operation for event in trace.events if "rnn" in event.operation and "back" not in event.operation}
     )
     return tuple(
-        f"{one}: its operations are not counted, and its memory is that of the traced kernel." for one in found
+        f"{one}: its operations are not counted, nor what its backward takes beside its results." for one in found
     )
 
 

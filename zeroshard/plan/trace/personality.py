@@ -14,7 +14,7 @@ import contextlib
 import math
 from abc import ABC
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from types import MappingProxyType
 from typing import Any, Final, final
 
@@ -252,6 +252,17 @@ class CUDA(Personality):
     """
 
     name = "cuda"
+
+    @contextmanager
+    def rewriting(self) -> Iterator[None]:
+        """See `Personality`."""
+        # cuDNN's recurrent layers cannot be traced without a device; their products stand for them.
+        is_enabled, *_ = torch.backends.mkldnn.set_flags(False)
+        try:
+            with super().rewriting():
+                yield
+        finally:
+            torch.backends.mkldnn.set_flags(is_enabled)
 
     def functions(self) -> dict[Any, Callable[..., Any]]:
         """Return replacements of torch's functions."""
