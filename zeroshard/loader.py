@@ -49,8 +49,9 @@ class Resumable(Generic[_T]):
     """A data loader of torch that continues where a checkpoint was saved: same epoch, same batch, same order.
 
     Pass it to `zero.save(path, loader=...)` and `zero.load(path, loader=...)`. At the start of each epoch it calls
-    `set_epoch` of the sampler, if there is one. With a `DistributedSampler` the number of ranks may change between the
-    two: the samples that all ranks have read together are not read again, to a batch. With other samplers it may not.
+    `set_epoch` of the sampler, if there is one, with its own count, or with an epoch that your code has set meanwhile.
+    An iteration that your code leaves early counts as an epoch. The batch size may change between the two and, with a
+    `DistributedSampler`, the number of ranks: samples that were read are not read again, to a batch.
 
     Args:
         loader: a `DataLoader` over a dataset with or without an index.
@@ -72,9 +73,10 @@ class Resumable(Generic[_T]):
     def __init__(self, loader: DataLoader[_T]) -> None:
         self.loader = loader
         self.epoch = 0
-        """The number of whole epochs that were read."""
+        """The number of epochs that were read."""
         self._read, self._start = 0, torch.get_rng_state()
         self._own_starts = self._own_states()
+        self._given = getattr(getattr(loader, "sampler", None), "epoch", None)
         self._has_begun = self._resumes = False
         self._continues = False
         """Whether the epoch under way began with the workers of the epoch before."""
@@ -84,8 +86,13 @@ class Resumable(Generic[_T]):
 
     def __iter__(self) -> Iterator[_T]:
         sampler: Any = getattr(self.loader, "sampler", None)
+        if not self._resumes:
+            self.epoch += self._read > 0
+            asked = getattr(sampler, "epoch", self._given)
+            self.epoch = self.epoch if asked == self._given else asked
         if hasattr(sampler, "set_epoch"):
             sampler.set_epoch(self.epoch)
+        self._given = getattr(sampler, "epoch", None)
         now = torch.get_rng_state(), np.random.get_state(), random.getstate()
         skipped = self._read if self._resumes else 0
         has_workers, self._has_begun = self._stays and self._has_begun, True
@@ -127,7 +134,11 @@ class Resumable(Generic[_T]):
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue from a position: the next iteration begins there."""
+        """Continue from a position: the next iteration begins there.
+
+        Raises:
+            CheckpointError: the loader has other generators, or batches without a size.
+        """
         here = self._own_states()
         own = state_dict.get("generators", here)
         if len(own) != len(here):
@@ -136,6 +147,14 @@ class Resumable(Generic[_T]):
                 "now: pass generator= as in the run that saved, or call zero.load() without loader=."
             )
         self.epoch, self._read = int(state_dict["epoch"]), int(state_dict["batches"])
+        size, before = self.loader.batch_size, state_dict.get("batch_size", self.loader.batch_size)
+        if size != before:
+            if not size or not before:
+                raise CheckpointError(
+                    f"The loader was saved with batch_size={before}, and has {size} now, by which its position cannot "
+                    "be divided: use the size of before, or call zero.load() without loader=."
+                )
+            self._read = self._read * before // size
         self._start, self._own_starts, self._resumes = state_dict["generator"], list(own), True
         self._continues = bool(state_dict.get("continues")) and self._stays
 
@@ -169,7 +188,7 @@ class Resumable(Generic[_T]):
             )
         ((epoch, batches, batch_size),) = positions
         here = batches * batch_size * len(states) // (size * ranks)
-        self.load_state_dict({**states[0], "epoch": epoch, "batches": here})
+        self.load_state_dict({**states[0], "epoch": epoch, "batches": here, "batch_size": size})
 
 
 def _generators(loader: Any) -> list[torch.Generator]:

@@ -2,8 +2,9 @@
 
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -196,3 +197,33 @@ def test_each_epoch_has_its_own_order() -> None:
         plain.set_epoch(epoch)
         expected += [batch.tolist() for (batch,) in DataLoader(DATA, batch_size=3, sampler=plain)]
     assert read(zs.Resumable(DataLoader(DATA, batch_size=3, sampler=own)), len(expected)) == expected
+
+
+@pytest.mark.parametrize(("before", "now"), [(2, 4), (4, 2)])
+def test_another_batch_size_reads_what_is_left(before: int, now: int) -> None:
+    first = zs.Resumable(DataLoader(DATA, batch_size=before, shuffle=True))
+    found = read(first, 8 // before)
+    second = zs.Resumable(DataLoader(DATA, batch_size=now, shuffle=True))
+    second.load_state_dict(first.state_dict())
+    found += read(second, 16 // now)
+    assert sorted(number for batch in found for number in batch) == list(range(24))
+    with pytest.raises(zs.CheckpointError, match=f"batch_size={now}, and has None now"):
+        zs.Resumable(DataLoader(DATA, batch_size=None)).load_state_dict(second.state_dict())
+
+
+@pytest.mark.parametrize("is_set", [False, True])
+def test_an_epoch_that_is_left_early_counts(is_set: bool) -> None:
+    """Each epoch is drawn anew, and an epoch that the loop has set itself is kept."""
+
+    def epochs(loader: Iterable[Any], sampler: DistributedSampler[object], *, sets: bool) -> list[list[int]]:
+        found = []
+        for epoch in (0, 1, 5):
+            if sets:
+                sampler.set_epoch(epoch if is_set else len(found))
+            found.append([number for _, (batch,) in zip(range(3), loader, strict=False) for number in batch.tolist()])
+        return found
+
+    own, plain = (DistributedSampler[object](DATA, 2, 1, seed=4) for _ in range(2))
+    expected = epochs(DataLoader(DATA, batch_size=3, sampler=plain), plain, sets=True)
+    assert epochs(zs.Resumable(DataLoader(DATA, batch_size=3, sampler=own)), own, sets=is_set) == expected
+    assert len({tuple(one) for one in expected}) == 3

@@ -192,3 +192,10 @@ def test_what_is_no_run_is_named(tmp_path: Path, folder: Path) -> None:
     assert check_run(zs.latest(folder), 3)[1] == zs.latest(folder)
     with pytest.raises(SettingsError, match="has no token"), load_run(folder, stage=0) as loaded:
         continue_prompt(loaded, "", tokens=1, temperature=0, seed=1)
+    with pytest.raises(SettingsError, match="--prompt is not text"), load_run(folder, stage=0) as loaded:
+        continue_prompt(loaded, "\udcff", tokens=1, temperature=0, seed=1)
+    longest = tmp_path / "questions.jsonl"
+    longest.write_text(json.dumps({"question": "q", "choices": ["a", "b" * 1000], "answer": 0}))
+    told = pytest.raises(SettingsError, match=r"question 1: a choice has 1000 tokens, and model\.context is")
+    with told, load_run(folder, stage=0) as loaded:
+        score(loaded, "", str(longest), column="text")

@@ -129,7 +129,10 @@ def continue_prompt(loaded: Loaded, prompt: str, *, tokens: int, temperature: fl
 
     Collective: forwards, and an all-gather of 8 bytes a token; every rank must call, with the same arguments.
     """
-    [(ids, _)] = loaded.tokenizer.encode([prompt])
+    try:
+        [(ids, _)] = loaded.tokenizer.encode([prompt])
+    except UnicodeEncodeError as error:
+        raise ValueError(f"--prompt is not text: {error}") from None
     if not len(ids):
         raise ValueError("--prompt has no token; give some text")
     start = torch.from_numpy(ids).to(loaded.mesh.device)
@@ -247,6 +250,7 @@ def _place(answer: object) -> int:
 def _score_choices(loaded: Loaded, path: str) -> Mapping[str, Any]:
     """Return how often the right choice is the most probable one after its question."""
     questions, mesh = read_questions(path), loaded.mesh
+    _check_lengths(loaded, path, questions)
     right = torch.zeros(2, dtype=torch.float64, device=mesh.device)
     most = max(len(one.choices) for one in questions)
     for first in range(0, len(questions), mesh.world_size):
@@ -270,8 +274,19 @@ def _nats_of(loaded: Loaded, question: str, choice: str) -> float:
     before, after = (torch.from_numpy(ids) for ids, _ in encoded)
     tokens = torch.cat([before, after])[-(loaded.config.model.context + 1) :].to(loaded.mesh.device)
     logits = loaded.language.compute_logits(tokens[None, :-1])[0]
-    count = min(len(after), len(tokens) - 1)
+    count = len(after)
     return float(F.cross_entropy(logits[-count:], tokens[-count:], reduction="sum"))
+
+
+def _check_lengths(loaded: Loaded, path: str, questions: Sequence[Question]) -> None:
+    """Raise ValueError if the model's context cannot hold a choice, of which every token is scored."""
+    for number, one in enumerate(questions, 1):
+        longest = max(len(ids) for ids, _ in loaded.tokenizer.encode([*one.choices]))
+        if longest > loaded.config.model.context:
+            raise ValueError(
+                f"--choices: {path!r}, question {number}: a choice has {longest} tokens, and model.context is "
+                f"{loaded.config.model.context}; shorten it, or give a run with a longer context"
+            )
 
 
 def describe_scores(scores: Mapping[str, Any], *, as_json: bool = False) -> str:
