@@ -13,6 +13,7 @@ from tests.outer.islands import mailbox, secret_in
 from tests.outer.plain import adamw, build, loss_of, mesh_of, nesterov
 from zeroshard.describe.exchanges import Foreseen
 from zeroshard.outer.mailbox_codec import Form
+from zeroshard.outer.places import Island
 from zeroshard.plan.machine.profiles import host_device
 from zeroshard.testing import run_ranks
 
@@ -94,6 +95,14 @@ def test_a_plan_has_the_anchors_and_the_changes_of_an_island_of_its_own(tmp_path
         assert plan.outer.sent_bytes == Form(bits, "<f4").nbytes(sum(p.numel() for p in build().parameters())) or stage
         assert "to the mailbox and takes 2 times as many" in str(plan)
         assert "staleness           4: beside an island of half its speed, this one waits for it after" in str(plan)
+
+
+def test_islands_that_a_run_refuses_have_no_plan() -> None:
+    with pytest.raises(ValueError, match="outer= with pipe="):
+        zs.plan("gpt2", world_size=4, mesh=2, outer=zs.Outer(every=2), pipe=2)
+    split = Island(torch.arange(4).view(2, 2), ("replicate", "tensor"))  # what a plan reads of a DeviceMesh
+    with pytest.raises(ValueError, match=r"Use bits=32\."):
+        zs.plan("gpt2", world_size=4, mesh=split, outer=zs.Outer(every=2, bits=8))  # type: ignore[arg-type]
 
 
 def test_paces_are_those_of_a_simulation_of_steps() -> None:

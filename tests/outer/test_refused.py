@@ -46,6 +46,11 @@ def flat() -> DeviceMesh:
     return DeviceMesh("cpu", torch.arange(4), mesh_dim_names=("shard",))
 
 
+def split() -> DeviceMesh:
+    """Return a mesh whose islands split layers."""
+    return DeviceMesh("cpu", torch.arange(4).view(2, 2), mesh_dim_names=("replicate", "tensor"))
+
+
 def pipe() -> DeviceMesh:
     """Return a mesh with a pipe."""
     return DeviceMesh("cpu", torch.arange(4).view(2, 2), mesh_dim_names=("replicate", "pipe"))
@@ -64,6 +69,10 @@ CASES: MappingProxyType[str, tuple[Case, str]] = MappingProxyType(
         "delay": (lambda: outer(every=4, fragments=2, delay=2), "Outer(delay=2) must be below the 2 step(s)"),
         "mix": (lambda: outer(every=4, mix=1.0), "at least 0 and below 1; got 1.0"),
         "bits": (lambda: outer(every=4, bits=2), "Outer(bits=) must be one of (32, 8, 4); got 2"),
+        "bits beside split layers": (
+            lambda: outer(every=4, bits=8) | {"mesh": split()},
+            "Outer(bits=8) with an axis 'tensor': elements that share a scale are rounded together",
+        ),
         "memory": (lambda: outer(every=4, memory="disk"), "must be one of ('device', 'host'); got 'disk'"),
         "optimizer": (lambda: outer(every=4, optimizer="mean"), "must be 'average' or a function"),
         "no optimizer": (lambda: outer(every=4, optimizer=len), "returned 1, which is no torch.optim.Optimizer"),

@@ -61,6 +61,20 @@ def check_split(stage: int, where: str, options: dict[str, Any], axes: tuple[str
     return ""
 
 
+def train_rounded(cases: list[tuple[int, str]]) -> None:
+    """Train with gradients that a codec rounds, and compare the copies."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tensor"))
+    for stage, codec in cases:
+        torch.manual_seed(0)
+        model = Split()
+        parallelize_module(model, mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        zero = zs.shard(model, optimizer, stage=stage, mesh=mesh, precision=zs.Precision(reduce=codec))
+        model((1.0 + mesh.get_local_rank("shard")) * torch.arange(16.0).view(2, 8)).square().mean().backward()
+        optimizer.step()
+        zero.check_copies()
+
+
 SPLIT = {
     (0, "norm.weight", (), "shard"): "parameter 'norm.weight'",
     (2, "down.bias", (), "shard"): "parameter 'down.bias'",
@@ -87,3 +101,7 @@ def test_what_ranks_along_tensor_have_alike_is_compared(shared_memory: bool) -> 
         for (stage, where, options, axis), text in zip(cases, texts, strict=True):
             copy = SPLIT[stage, where, options[:-1], axis]
             assert (f"The copies of {copy} are no longer equal" in text) if copy else not text, (stage, where, text)
+
+
+def test_rounded_gradients_of_what_ranks_have_alike_are_alike() -> None:
+    run_ranks(train_rounded, WORLD, [(0, "scaled4"), (3, "scaled8")])

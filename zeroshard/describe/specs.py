@@ -15,7 +15,7 @@ from zeroshard.describe.units import UnitPlan
 from zeroshard.table.cells import Residency
 from zeroshard.table.layout import plan_layout
 from zeroshard.table.schedule import ROOT
-from zeroshard.table.spec import BucketSpec, Formats, UnitSpec, itemsize, with_last
+from zeroshard.table.spec import CODECS, BucketSpec, Formats, UnitSpec, itemsize, with_last
 
 __all__ = ["describe_units"]
 
@@ -33,7 +33,8 @@ def describe_units(
 ) -> tuple[UnitSpec, ...]:
     """Return the units of a model on one rank, with buckets in the order of their first parameters.
 
-    Parameters may be on the meta device. A unit has one bucket per combination of formats and trainability.
+    Parameters may be on the meta device. A unit has one bucket per combination of formats and trainability. Where
+    gradients are sent by a codec, what a tensor axis splits has a bucket of its own.
 
     Args:
         plans: the result of `plan_units`, root first.
@@ -44,13 +45,14 @@ def describe_units(
         is_part: whether the rank runs a part of the model, which ends before the backward begins.
     """
     formats_by_parameter = formats_of_model(plans[0].module, precision)
-    units: list[UnitSpec] = []
-    count = 0
+    units, count = list[UnitSpec](), 0
     for number, plan in enumerate(plans):
-        sets: dict[tuple[Formats, bool], list[tuple[str, nn.Parameter]]] = {}
+        sets: dict[tuple[Formats, bool, bool], list[tuple[str, nn.Parameter]]] = {}
         for name, parameter in plan.parameters:
             formats = formats_by_parameter[id(parameter)]
-            sets.setdefault((formats, parameter.requires_grad), []).append((name, parameter))
+            # A codec rounds neighbours by one scale: beside split ones, equal gradients would differ between ranks.
+            is_split = formats.reduce in CODECS and numel_of(parameter) != parameter.numel()
+            sets.setdefault((formats, parameter.requires_grad, is_split), []).append((name, parameter))
         buckets = [
             BucketSpec(
                 plan.name or "the root",
@@ -63,7 +65,7 @@ def describe_units(
                 replicas,
                 is_trained=is_trained,
             )
-            for place, ((formats, is_trained), named) in enumerate(sets.items(), count)
+            for place, ((formats, is_trained, _), named) in enumerate(sets.items(), count)
         ]
         count += len(buckets)
         units.append(UnitSpec(number, plan.name, tuple(buckets)))

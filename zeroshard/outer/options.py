@@ -4,7 +4,7 @@ Owns the options of `zs.shard(outer=)`. It must not know ranks or engines.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -57,7 +57,8 @@ class Outer:
             result replaces them, and so the changes of the last `delay` steps. With another weight the islands'
             parameters are not equal after an exchange; the anchors are.
         bits: bits of an element of a change in messages: 32 (the anchors' own format), 8 or 4, in blocks of 256
-            elements with one scale. What rounding loses is added to the island's next change.
+            elements with one scale. What rounding loses is added to the island's next change. An axis "tensor" of the
+            mesh needs 32.
         memory: "device" or "host": where anchors, outer states and what rounding lost are.
         address: "host:port" of a mailbox, which `zeroshard outer --serve` starts: this launch is one island, of as many
             ranks as it has, and the others are launches of their own (docs/mailbox.md). Anchors are in host memory,
@@ -159,6 +160,21 @@ class Outer:
             return asked, 1
         found = split(asked, Mesh(0, world_size, 0, torch.device("cpu")))
         return found.asked, found.across.world_size
+
+    def check_axes(self, axes: Mapping[str, int]) -> None:
+        """Raise ValueError if islands with these axes cannot exchange so.
+
+        Args:
+            axes: sizes by name.
+        """
+        if axes.get("pipe", 1) > 1 and not self.is_alone:
+            raise ValueError("outer= with pipe=: islands have the axes 'shard' and 'tensor'. Leave out one.")
+        # In an exchange, what is split lies beside what all ranks along the axis have.
+        if axes.get("tensor", 1) > 1 and self.bits != BITS[0]:
+            raise ValueError(
+                f"Outer(bits={self.bits}) with an axis 'tensor': elements that share a scale are rounded together, and "
+                "ranks along 'tensor' would round their copies of a parameter differently. Use bits=32."
+            )
 
     def trial(self) -> torch.optim.Optimizer | None:
         """Return an outer optimizer of small anchors; None for the average. See `make`."""

@@ -105,6 +105,7 @@ def _check_outer(options: object, described: Described) -> None:
     if not isinstance(options, Outer):
         raise TypeError(f"outer must be a zs.Outer; got {options!r}. Write outer=zs.Outer(every=50).")
     options.check()
+    options.check_axes(dict(described.mesh.axes))
     for name, module in described.model.named_modules():
         if isinstance(module, nn.SyncBatchNorm) and module.process_group is None:
             raise ValueError(

@@ -203,8 +203,8 @@ def make_plan(
     if pipe not in (1, places := axes.get("pipe", pipe)):
         raise ValueError(f"pipe={pipe}, but mesh= has {places} rank(s) along 'pipe'. Leave pipe= out.")
     micro_batches = check_count("micro_batches", micro_batches)
-    if places > 1 < islands:
-        raise ValueError("outer= with pipe=: islands have the axes 'shard' and 'tensor'. Leave out one.")
+    if outer is not None:
+        outer.check_axes({**axes, "pipe": places})
     if places == 1 and recompute:
         raise ValueError("recompute=True is of the chunks of a pipe; without one use activations='recompute'.")
     if places == 1 and (schedule != "1f1b" or reduce == "each"):
