@@ -225,6 +225,34 @@ def test_a_tied_head_is_one_parameter(dtype: torch.dtype, tolerance: float) -> N
     assert names == expected["parameters"].keys()
 
 
+def train_unfrozen(is_piped: bool) -> torch.Tensor:
+    """Train a model whose tied weight is frozen at first; return the weight."""
+    model = language_model(torch.float64)
+    model.embedding.requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    if is_piped:
+        mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pipe", "shard"))
+        pipe = zs.pipeline(model, optimizer, mesh=mesh, micro_batches=MICRO, loss=language_loss, stage=1)
+    for step in range(3):
+        model.embedding.requires_grad_(step > 0)
+        ids = tokens(step, 0)
+        if is_piped:
+            pipe.step(ids, ids)
+        else:
+            language_loss(model(ids), ids).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    if is_piped:
+        pipe.zero.detach()
+    return model.embedding.weight.detach()
+
+
+def test_a_tied_weight_that_is_trained_later_is_one_parameter() -> None:
+    expected = train_unfrozen(False)
+    for weight in run_ranks(train_unfrozen, 2, True, timeout_s=TIMEOUT_S):
+        torch.testing.assert_close(weight, expected, rtol=1e-12, atol=1e-12)
+
+
 # -- the page ---------------------------------------------------------------------------------------------------------
 
 

@@ -32,7 +32,12 @@ class Tied:
 
     def __init__(self, engine: Engine, shared: Mapping[nn.Parameter, Sequence[int]]) -> None:
         self._engine, self._count, self._has_added = engine, 0, False
-        self._shared = [(one, ranks) for one, ranks in shared.items() if one.requires_grad]
+        self._all = shared
+
+    @property
+    def _shared(self) -> list[tuple[nn.Parameter, Sequence[int]]]:
+        """Those that are trained now: user code may freeze and unfreeze them, alike at all places."""
+        return [(one, ranks) for one, ranks in self._all.items() if one.requires_grad]
 
     @property
     def are_any(self) -> bool:
