@@ -182,6 +182,31 @@ def test_what_is_out_of_place_is_refused() -> None:
         pass
 
 
+@pytest.mark.parametrize("is_frozen", [True, False])
+def test_what_is_trained_later_is_averaged_or_refused(is_frozen: bool) -> None:
+    model = models.build(models.Stack)
+    optimizer = models.adamw(model)
+    zero = zs.shard(model, optimizer)
+    model.blocks[0].requires_grad_(not is_frozen)
+    average = zero.ema(DECAY)
+    model.blocks[0].requires_grad_(False)
+    average.update()
+    model.blocks[0].requires_grad_(True)
+    with zero.gathered():
+        before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    models.stack_loss(model, 0, 0).backward()
+    optimizer.step()
+    if is_frozen:
+        with pytest.raises(RuntimeError, match=r"'blocks\.0\..*' is trained; zero\.ema\(\) left it out as frozen"):
+            average.update()
+        return
+    with zero.gathered():
+        expected = {name: before[name].lerp(p.detach(), 1 - DECAY) for name, p in model.named_parameters()}
+    average.update()
+    with average.swapped(), zero.gathered():
+        assert_same(expected, {name: p.detach().clone() for name, p in model.named_parameters()})
+
+
 def average_apart() -> list[str]:
     """Make averages that differ between ranks: in their decay, then in how often they were updated."""
     texts = []

@@ -179,8 +179,8 @@ def describe(request: Request, joined: Mesh, forms_of: FormsOf) -> Described:
     def numel_of(parameter: nn.Parameter) -> int:
         return forms[id(parameter)].part(parameter.detach()).numel()
 
-    is_final = request.optimizer is not None
-    names = check_entries(model, optimizers, ignored, is_final=is_final)  # before their states are counted
+    # Before their states are counted.
+    names = check_entries(model, optimizers, ignored, is_final=request.optimizer is not None)
     kept = KeptBytes(plans, optimizers, precision, mesh, numel_of)
     row, offload, chosen = choose_least(resolved, kept, request.room_bytes)
     row = row_with(row, offload, is_alone=kept.is_alone)

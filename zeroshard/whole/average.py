@@ -15,7 +15,7 @@ from zeroshard.core.engine import Engine
 from zeroshard.store.stored import is_stored
 from zeroshard.table.trace import Memory
 from zeroshard.torch_private import foreach_lerp_
-from zeroshard.whole.masters import follow_masters
+from zeroshard.whole.masters import check_trained, follow_masters
 
 __all__ = ["Average", "count_averages"]
 
@@ -61,17 +61,13 @@ class Average:
         self._engine, self.decay = engine, decay
         self._buckets: list[Bucket] = [bucket for unit in engine.units for bucket in unit.reducible()]
         self._averages = [master.detach().clone() for master in self._masters]
-        self._is_swapped, self._updates = False, 0
+        self._updates, self.is_swapped = 0, False
+        """Whether the parameters are the average."""
 
     @property
     def _masters(self) -> list[torch.Tensor]:
         """The current slices of the masters, which may have moved."""
         return [m for b in self._buckets for m in map(b.master, range(len(b.parameters))) if m.numel()]
-
-    @property
-    def is_swapped(self) -> bool:
-        """Whether the parameters are the average."""
-        return self._is_swapped
 
     @property
     def nbytes(self) -> int:
@@ -85,11 +81,13 @@ class Average:
         Call it after `optimizer.step()`. Collective: none.
 
         Raises:
-            RuntimeError: called inside `swapped()`, where the parameters are the average.
+            RuntimeError: called inside `swapped()`, where the parameters are the average, or a parameter is trained
+                that was frozen at `zero.ema()`.
         """
-        if self._is_swapped:
+        if self.is_swapped:
             raise RuntimeError(f"{self._engine.mesh} update() inside swapped(): leave the context first.")
         self._engine.learn()
+        check_trained(self._engine, self._buckets, "zero.ema()")
         pairs = list(zip(self._averages, self._masters, strict=True))
         if here := [pair for pair in pairs if not is_stored(pair[1])]:
             averages, masters = zip(*here, strict=True)
@@ -113,7 +111,7 @@ class Average:
 
         Collective: at stages 1 and 2, an all-gather of parameters on entry and on exit; every rank must enter.
         """
-        if self._is_swapped:
+        if self.is_swapped:
             raise RuntimeError(f"{self._engine.mesh} swapped() inside swapped(): parameters are already the average.")
         if self._engine.gathered is not None:
             raise RuntimeError(f"{self._engine.mesh} swapped() inside gathered(): enter gathered() inside it instead.")
@@ -133,7 +131,8 @@ class Average:
             if has_finished:
                 follow_masters(self._engine)
             else:
-                self._follow()
+                for bucket in self._buckets:
+                    bucket.follow_masters()
         if has_changed:
             raise RuntimeError(
                 f"{self._engine.mesh} Parameters were changed inside swapped() (optimizer.step() or "
@@ -155,18 +154,11 @@ class Average:
             held = master.clone()
             master.copy_(average)
             average.copy_(held)
-        self._is_swapped = not self._is_swapped
-
-    def _follow(self) -> None:
-        for bucket in self._buckets:
-            bucket.follow_masters()
+        self.is_swapped = not self.is_swapped
 
 
 def count_averages(memory: Memory, averages: Iterable[Average]) -> Memory:
     """Return `memory` with the bytes of averages added to the states."""
     nbytes = sum(average.nbytes for average in averages)
-
-    def more(columns: dict[str, int]) -> dict[str, int]:
-        return {**columns, "states": columns["states"] + nbytes}
-
-    return Memory(more(memory.resident_bytes), more(memory.peak_bytes), more(memory.predicted_bytes))
+    columns = memory.resident_bytes, memory.peak_bytes, memory.predicted_bytes
+    return Memory(*({**one, "states": one["states"] + nbytes} for one in columns))

@@ -1,12 +1,22 @@
-"""Copies master values to parameters after a change outside a step, by a checkpoint or an average.
+"""Master values that code outside a step reads and changes: which there are, and copies of them to parameters.
 
-Owns this copy. It must not know the code that changed the masters. Read `core/buffer.py` (`Bucket.follow_masters`)
-first.
+Owns the copy after a change by a checkpoint, an average or islands, and the refusal of masters that are trained later.
+It must not know the code that changes masters. Read `core/buffer.py` (`Bucket.follow_masters`) first.
 """
 
+from collections.abc import Collection
+
+from zeroshard.core.buffer import Bucket
 from zeroshard.core.engine import Engine
 
-__all__ = ["follow_masters"]
+__all__ = ["check_trained", "follow_masters"]
+
+
+def check_trained(engine: Engine, known: Collection[Bucket], what: str) -> None:
+    """Raise RuntimeError if a parameter is trained that was frozen when `what` chose the buckets that it knows."""
+    for bucket in (one for unit in engine.units for one in unit.reducible() if one.has_states and one not in known):
+        name = next(name for name, one in zip(bucket.spec.names, bucket.parameters, strict=True) if one.requires_grad)
+        raise RuntimeError(f"{engine.mesh} '{name}' is trained; {what} left it out as frozen: freeze it after that.")
 
 
 def follow_masters(engine: Engine) -> None:
