@@ -97,6 +97,33 @@ def test_another_optimizer_on_one_island_is_told() -> None:
         assert "optimizer: SGD" in text and "optimizer: Adam" in text
 
 
+def unfrozen(is_frozen_before: bool) -> tuple[str, torch.Tensor]:
+    """Train a block that was frozen before islands were made, or after that; return an error and its values."""
+    model = build(torch.float32)
+    model.blocks[0].requires_grad_(not is_frozen_before)
+    optimizer, text = torch.optim.AdamW(model.parameters(), lr=0.01), ""
+    zero = made(1, optimizer, model, every=2)
+    try:
+        for number in range(4):
+            model.blocks[0].requires_grad_(number > 0)
+            step(model, number, optimizer)
+        zero.check_copies()
+    except RuntimeError as error:
+        text = str(error)
+    with zero.gathered():
+        return text, torch.cat([p.detach().flatten() for p in model.blocks[0].parameters()])
+
+
+@pytest.mark.parametrize("is_frozen_before", [True, False])
+def test_what_is_trained_later_is_exchanged_or_refused(is_frozen_before: bool) -> None:
+    by_rank = run_ranks(unfrozen, 4, is_frozen_before, timeout_s=TIMEOUT_S)
+    for text, values in by_rank:
+        if is_frozen_before:
+            assert "is trained; zs.shard(outer=) left it out as frozen: freeze it after that." in text
+        else:
+            assert not text and torch.equal(values, by_rank[0][1])
+
+
 # -- the end ----------------------------------------------------------------------------------------------------------
 
 
