@@ -5,6 +5,7 @@ shards the part of a place. Read `table/pipeline.py` for schedules, and `paralle
 """
 
 import dataclasses
+import itertools
 import math
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -230,7 +231,9 @@ def _remove_from(optimizers: Sequence[torch.optim.Optimizer], model: nn.Module, 
     kept = {id(parameter) for parameter in model.parameters()}
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            undo.put(group, "params", [one for one in group["params"] if id(one) in kept])
+            is_kept = [id(one) in kept for one in group["params"]]
+            for key in group.keys() & {"params", "param_names"}:
+                undo.put(group, key, [*itertools.compress(group[key], is_kept)])
 
 
 def _reduces_last(zero: Zero, domain: Mesh, reduce: str, room_bytes: int | None) -> bool:

@@ -253,6 +253,20 @@ def test_a_tied_weight_that_is_trained_later_is_one_parameter() -> None:
         torch.testing.assert_close(weight, expected, rtol=1e-12, atol=1e-12)
 
 
+def names_in_groups() -> tuple[list[str], list[str]]:
+    """Return the names that an optimizer of named parameters has at a place, and those of the place's parameters."""
+    model = whole_model()
+    optimizer = torch.optim.AdamW(model.named_parameters())
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pipe", "shard"))
+    zs.pipeline(model, optimizer, mesh=mesh, micro_batches=MICRO, loss=F.mse_loss)
+    return optimizer.param_groups[0]["param_names"], [name for name, _ in model.named_parameters()]
+
+
+def test_an_optimizer_has_the_names_of_its_place() -> None:
+    for found, expected in run_ranks(names_in_groups, 2, timeout_s=TIMEOUT_S):
+        assert found == expected
+
+
 # -- the page ---------------------------------------------------------------------------------------------------------
 
 
