@@ -267,6 +267,21 @@ def test_an_optimizer_has_the_names_of_its_place() -> None:
         assert found == expected
 
 
+def select(options: dict[str, Any]) -> list[str]:
+    """Return the units whose activations are offloaded, or that stay whole until the step, at a place."""
+    model = whole_model()
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pipe", "shard"))
+    pipe = zs.pipeline(model, mesh=mesh, micro_batches=MICRO, loss=F.mse_loss, units=[*model.blocks], **options)
+    units, row = pipe.zero._engine.units, pipe.zero.residency
+    return [one.name for one in units if row.activations.of_unit(one.name) or row.of_unit(one.name) != row.of_unit("")]
+
+
+@pytest.mark.parametrize(("option", "how"), [("activations", "offload"), ("parameters", "until-step")])
+def test_patterns_may_select_units_of_other_places(option: str, how: str) -> None:
+    options = {option: {"blocks.0": how, "blocks.7": how}}
+    assert run_ranks(select, 2, options, timeout_s=TIMEOUT_S) == [["blocks.0"], ["blocks.7"]]
+
+
 # -- the page ---------------------------------------------------------------------------------------------------------
 
 
@@ -405,6 +420,7 @@ def try_step(kind: str, stage: int) -> str:
         "order": {"cut": ["stem"]},
         "no scalar": {"loss": lambda output, target: output},
         "a word": {"reduce": "never"},
+        "no unit": {"activations": {"blocks.0": "offload", "blocks.9": "offload"}},
         "unknown": {"overlap": True},
         "other's": {"sharding_strategy": "full"},
     }
@@ -461,6 +477,7 @@ REFUSED = {
     "half of the loss": ("RuntimeError", "pipe.step() has already run the backward"),
     "later inputs": ("RankMismatchError", "The inputs of [rank 1/2] are not those of [rank 0/2]."),
     "a word": ("ValueError", "reduce must be 'auto', 'last' or 'each'"),
+    "no unit": ("ValueError", "At every place of the pipe: activations= names 'blocks.9', which matches no unit"),
     "unknown": ("TypeError", "pipeline() has no argument overlap="),
     "other's": ("TypeError", "pipeline() has no argument sharding_strategy=: "),
     "inputs": ("RankMismatchError", "The inputs of [rank 1/2] are not those of [rank 0/2]."),

@@ -9,6 +9,7 @@ import re
 import sys
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from types import FrameType
 from typing import Any, final
@@ -24,6 +25,8 @@ from zeroshard.join.start import accepted_by_all, texts_across_ranks
 from zeroshard.parallel.alike import checksum
 from zeroshard.setup.equal import check_equal, facts_of
 from zeroshard.setup.request import Described, check_selections
+from zeroshard.table.activations import Activations
+from zeroshard.table.cells import Residency
 from zeroshard.table.errors import RankMismatchError
 from zeroshard.torch_private import graph_task, local_of
 from zeroshard.tree import find
@@ -82,13 +85,25 @@ def _check_selections(described: Described) -> None:
 
     Collective: as `texts_across_ranks`.
     """
-    mesh, refusal = described.mesh, ""
+    mesh, row, cell = described.mesh, described.row, described.row.activations
+    # Each by itself: two patterns may each select units at another place.
+    rows = [replace(row, units=(one,), activations=Activations()) for one in row.units]
+    cells = [Activations(cell.chain), *(Activations(units=(one,)) for one in cell.units)]
+    rows += [replace(row, units=(), activations=one) for one in cells]
+    refusals = [_refusal(one, described) for one in rows]
+    told = [text.split("\n") for text in texts_across_ranks(mesh.across, "\n".join(refusals))]
+    for refusal, *others in zip(refusals, *told, strict=True):
+        if all(others):
+            raise ValueError(f"{mesh} At every place of the pipe: {refusal}")
+
+
+def _refusal(row: Residency, described: Described) -> str:
+    """Return why the patterns of a row select no units at this place; "" if they do."""
     try:
-        check_selections(described.row, described.plans, len(mesh.tensor_ranks))
+        check_selections(row, described.plans, len(described.mesh.tensor_ranks))
     except ValueError as error:
-        refusal = str(error)
-    if all(texts_across_ranks(mesh.across, refusal)):
-        raise ValueError(f"{mesh} At every place of the pipe: {refusal}")
+        return str(error)
+    return ""
 
 
 def _told(mesh: Mesh, mine: Mapping[str, str]) -> list[dict[str, str]]:
