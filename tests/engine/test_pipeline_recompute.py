@@ -23,11 +23,12 @@ CASES = [*product(("gpipe", "1f1b", "interleaved"), range(4), ("keep", "recomput
 
 
 class Block(nn.Module):
-    """Draws random numbers, has running statistics, changes its input in place, and can fail."""
+    """Draws random numbers, has running statistics and a mean of its own, changes its input in place, and can fail."""
 
     def __init__(self) -> None:
         super().__init__()
         self.linear, self.norm, self.dropout = nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Dropout(0.3)
+        self.register_buffer("mean", torch.zeros(6))
         self.calls, self.fails_at, self.drifts, self.is_in_place = 0, 0, False, False
         self.alive = weakref.WeakSet[Tensor]()
 
@@ -36,6 +37,7 @@ class Block(nn.Module):
         if self.calls == self.fails_at:
             raise ArithmeticError("planted")
         inside = torch.tanh(self.linear(x.mul_(0.9) if self.is_in_place else x * 0.9))
+        self.mean.lerp_(inside.detach().mean(0), 0.1)
         if inside.requires_grad:
             self.alive.add(inside)
         return self.dropout(self.norm(inside)) + 0.1 * self.calls * self.drifts

@@ -130,7 +130,7 @@ class Kept:
         if any(version_of(one) != version for one, version in self._parameters):
             raise RuntimeError(
                 f"{self._what}, which is recomputed, changed a parameter in place, as its recomputation would again. "
-                "Make it a buffer, or exclude its unit from activations='recompute'."
+                "Make it a buffer, exclude its unit from activations='recompute', or leave out recompute=True."
             )
         changed = set()
         for name, buffers in self._buffers.items():
@@ -163,7 +163,7 @@ class Kept:
             raise RuntimeError(
                 f"{self._what}, which is recomputed, changed buffers ({names}) of a {type(self._lost).__name__} that "
                 "no previous forward had changed, so their previous values are lost. Exclude its unit from "
-                "activations='recompute', or let its first forward change them, too."
+                "activations='recompute', leave out recompute=True, or let its first forward change them, too."
             )
         modes = tuple(module.training for module in self._modules.values())
         states = [one.get_state() for one, _ in self._generators]

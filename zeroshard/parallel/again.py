@@ -4,7 +4,7 @@ Owns what the second forward must find as the first found it (random numbers, bu
 comparison of their results. It must not know schedules or messages.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import final
@@ -36,19 +36,25 @@ class First:
 
 @final
 class Again:
-    """The forwards of one model that run twice."""
+    """The forwards of one model that run twice.
 
-    def __init__(self, engine: Engine, model: nn.Module) -> None:
-        what = f"{engine.mesh} A forward of {type(model).__name__}"
-        self._text, self._surroundings = what, Surroundings(model, what, engine.saved.kept)
+    Args:
+        chunks: of this place.
+    """
+
+    def __init__(self, engine: Engine, model: nn.Module, chunks: Iterable[int]) -> None:
+        self._text = what = f"{engine.mesh} A forward of {type(model).__name__}"
+        # The first forward of each chunk finds what a chunk changes.
+        self._surroundings = {chunk: Surroundings(model, what, engine.saved.kept) for chunk in chunks}
         self._generators = [*{torch.default_generator, generator_of(engine.mesh.device)}]
 
     @torch.no_grad()
-    def first(self, run: Callable[[], tuple[Tensor, ...]]) -> tuple[First, tuple[Tensor, ...]]:
-        """Run a forward without a graph; return what the second one needs, and the results."""
-        states, kept = [one.get_state() for one in self._generators], self._surroundings.keep()
+    def first(self, chunk: int, run: Callable[[], tuple[Tensor, ...]]) -> tuple[First, tuple[Tensor, ...]]:
+        """Run a forward of a chunk without a graph; return what the second one needs, and the results."""
+        surroundings, states = self._surroundings[chunk], [one.get_state() for one in self._generators]
+        kept = surroundings.keep()
         outputs = run()
-        self._surroundings.note(kept)
+        surroundings.note(kept)
         return First(kept, states, sums_of(outputs)), outputs
 
     @contextmanager

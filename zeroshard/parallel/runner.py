@@ -87,7 +87,7 @@ class Runner:
     ) -> None:
         self.engine, self.chunked, self.loss, self.reduces_last = engine, chunked, loss, reduces_last
         self.training, self.ranks, self.own = training, ranks, ranks.index(engine.comm.across.mesh.rank)
-        self.tied, self.again = Tied(engine, shared), Again(engine, chunked.model)
+        self.tied, self.again = Tied(engine, shared), Again(engine, chunked.model, units)
         self.chunks = {
             chunk: Chunk(f"chunk {chunk}", numbers, chunk == chunked.cut.count - 1) for chunk, numbers in units.items()
         }
@@ -254,7 +254,7 @@ class _Step:
         elif is_twice:
             # The chunk may change its input in place.
             run = functools.partial(self._compute, turn, tuple(one.clone() for one in arrived), learned)
-            first = functools.partial(self._runner.again.first, run)
+            first = functools.partial(self._runner.again.first, chunk, run)
             flight.first, flight.outputs = self._attempt(turn, first, has_grad=has_grad) or (None, ())
         else:
             run = functools.partial(self._compute, turn, arrived, learned)
