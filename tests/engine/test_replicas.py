@@ -98,7 +98,7 @@ def uneven() -> None:
 
 
 @pytest.mark.product
-@pytest.mark.parametrize(("world_size", "words"), [(3, "must divide the 3 rank"), (2, "Use stage=0")])
+@pytest.mark.parametrize(("world_size", "words"), [(3, "must divide the 3 rank"), (2, "call the axis 'shard'")])
 def test_replicas_that_leave_no_shards_are_refused(world_size: int, words: str) -> None:
     with pytest.raises(RankFailure, match=words):
         run_ranks(uneven, world_size)

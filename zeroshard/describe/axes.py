@@ -41,7 +41,7 @@ def axes_of(asked: Any, world_size: int, tensor: int = 1) -> Axes:
         sizes = ", ".join(f"{name} {size}" for name, size in axes)
         raise ValueError(
             f"The axes ({sizes}) of {world_size} ranks leave one rank per replica, so nothing would be sharded. "
-            "Use stage=0 for plain data parallelism, or an axis 'shard' of two or more ranks."
+            "Leave out replicas= or call the axis 'shard': over it stage=0 replicates, as plain data parallelism does."
         )
     return axes
 
