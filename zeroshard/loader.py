@@ -88,7 +88,7 @@ class Resumable(Generic[_T]):
         sampler: Any = getattr(self.loader, "sampler", None)
         if not self._resumes:
             self.epoch += self._read > 0
-            asked = getattr(sampler, "epoch", self._given)
+            asked: Any = getattr(sampler, "epoch", self._given)
             self.epoch = self.epoch if asked == self._given else asked
         if hasattr(sampler, "set_epoch"):
             sampler.set_epoch(self.epoch)

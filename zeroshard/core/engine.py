@@ -330,7 +330,7 @@ class Engine(Ending):
         if graph_task() != -1 and self.is_sharded:
             self._need_in_backward(number)
             return True
-        if not self._is_in_forward:
+        if not (self._is_in_forward and self._frames.are_own):
             return False
         self.order.need(number)
         self.units[number].is_read_outside = True

@@ -11,6 +11,7 @@ import torch
 
 from zeroshard.core.unit import Unit
 from zeroshard.table.schedule import ROOT
+from zeroshard.torch_private import graph_task
 from zeroshard.watch.stacks import Call
 
 __all__ = ["Frame", "Frames", "Gathered"]
@@ -56,9 +57,17 @@ class Frames:
 
     def running(self) -> list[Frame]:
         """Return the entered modules; undo entries of calls that ended without hooks, as by a KeyboardInterrupt."""
-        while self.entered and not self.entered[-1].call.is_running():
+        for frame in reversed(self.entered):
+            # A thread beside the forward must not undo an entry that its own thread is about to end.
+            if (not frame.call.is_own and graph_task() == -1) or frame.call.is_running():
+                break
             self.undo()
         return self.entered
+
+    @property
+    def are_own(self) -> bool:
+        """Whether this thread has entered the innermost module, and not another thread beside this one."""
+        return any(frame.call.is_own for frame in self.entered[-1:])
 
     def unit_under_way(self) -> int:
         """Return the unit of the innermost module."""

@@ -33,9 +33,14 @@ class Call:
             frame = frame.f_back
         self._frame, self._thread = frame, threading.get_ident()
 
+    @property
+    def is_own(self) -> bool:
+        """Whether the call is of this thread."""
+        return threading.get_ident() == self._thread
+
     def is_running(self) -> bool:
         """Return whether the call is still running; any thread may ask, such as that of a backward on a GPU."""
-        if threading.get_ident() != self._thread:
+        if not self.is_own:
             return any(frame is self._frame for frame in stack_of(self._thread))
         frame: FrameType | None = sys._getframe(1)
         while frame is not None and frame is not self._frame:
