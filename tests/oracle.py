@@ -110,6 +110,16 @@ def _mix(key: Sequence[int]) -> int:
     return value % (2**31)
 
 
+@contextlib.contextmanager
+def not_written_is_nan() -> Iterator[None]:
+    """Fill memory that torch allocates without values with NaN, so that each value that is read was written."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 class Run(ABC):
     """One execution of a training script on one rank: the loop is the script's, the parallelism is the subclass's."""
 

@@ -1,16 +1,20 @@
-"""When a pipe reduces gradients, where nothing is asked: once a step, if model states and whole gradients fit."""
+"""When a pipe reduces gradients: once a step, if model states and whole gradients fit, each chunk with its last one."""
+
+from collections.abc import Callable
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import zeroshard as zs
-from tests.oracle import STAGES
+from tests import models
+from tests.oracle import STAGES, not_written_is_nan, run_cases
 from zeroshard.testing import run_ranks
 
 WHOLE = 4 * 50 * 60
 """Bytes of the parameters of a place, and of their whole gradients."""
+WATCHDOG_S = 20.0
 PADDING = 512
 """More than a bucket is padded by."""
 
@@ -46,3 +50,73 @@ def test_gradients_are_reduced_once_where_whole_ones_fit(stage: int) -> None:
     assert answers(None) == answers(2 * (states + WHOLE + PADDING)) == once
     assert answers(2 * (states + WHOLE - PADDING)) == (once if stage < 2 else each)
     assert answers(None, "each") == each
+
+
+class Kept(nn.Linear):
+    """A layer that keeps the first number, which routes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([x[:, :1], super().forward(x)[:, 1:]], 1)
+
+
+class Routed(nn.Module):
+    """Two experts, chosen by the sign of the first number."""
+
+    def __init__(self, negative: nn.Module) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList([negative, Kept(4, 4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.experts[int(x[0, 0] > 0)](x)
+
+
+def of_experts() -> nn.Module:
+    return nn.Sequential(Routed(Kept(4, 4)), *(Kept(4, 4) for _ in range(3)))
+
+
+def routed(data: int) -> Tensor:
+    """Return inputs of four micro-batches: only the first one of the second rank has negative first numbers."""
+    x = torch.randn(8, 4, generator=torch.Generator().manual_seed(data)).abs()
+    x[:2] *= 1 - 2 * data
+    return x
+
+
+def step_interleaved(build: Callable[[], nn.Module], stage: int) -> dict[str, Tensor]:
+    """Return parameters after a step of a pipe that sums gradients of its third chunk before those of the first."""
+    mesh, model = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipe", "shard")), models.build(build)
+    optimizer = models.sgd(model)
+    pipe = zs.pipeline(
+        model,
+        optimizer,
+        mesh=mesh,
+        micro_batches=4,
+        schedule="interleaved",
+        stage=stage,
+        reduce="last",
+        loss=nn.functional.mse_loss,
+        settings=zs.Settings(watchdog_s=WATCHDOG_S),
+    )
+    with not_written_is_nan():
+        pipe.step(routed(pipe.zero.mesh.rank), torch.zeros(8, 4))
+        optimizer.step()
+    pipe.zero.detach()
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
+def assert_plain(build: Callable[[], nn.Module], *stages: int) -> None:
+    """Compare with one process that adds up the gradients of all micro-batches of both ranks."""
+    model = models.build(build)
+    optimizer = models.sgd(model)
+    for x in (one for data in range(2) for one in routed(data).split(2)):
+        (nn.functional.mse_loss(model(x), torch.zeros(2, 4)) / 8).backward()
+    optimizer.step()
+    cases = run_cases(step_interleaved, 4, [(build, stage) for stage in stages])
+    for found in (one for ranks in cases.values() for one in ranks):
+        own = {name: p for name, p in found.items() if p.numel()}
+        assert own
+        torch.testing.assert_close(own, {name: model.get_parameter(name).detach() for name in own})
+
+
+def test_an_expert_of_one_early_micro_batch_has_its_sum_with_the_last() -> None:
+    """As another chunk of its place is summed, ranks agree that one of them used the expert, and have no sum of it."""
+    assert_plain(of_experts, 3, 2)

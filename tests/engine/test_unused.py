@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import zeroshard as zs
 from tests import models
 from tests.models import WIDTH
-from tests.oracle import STAGES, TIMEOUT_S, WATCHDOG_S, Run, assert_matches, at_worlds
+from tests.oracle import STAGES, TIMEOUT_S, WATCHDOG_S, Run, assert_matches, at_worlds, not_written_is_nan
 from zeroshard.core.states import Presence
 from zeroshard.testing import run_ranks
 
@@ -230,6 +230,22 @@ def frozen_on_the_way_through_accumulation(run: Run) -> None:
         optimizer.zero_grad()
 
 
+def thawed_before_its_sum(run: Run) -> None:
+    """A block that one rank used under `no_sync()` is frozen as ranks agree on its use, and thawed for its sum."""
+    model = models.build(models.Routed)
+    optimizer = models.adamw(model)
+    run.shard(model, optimizer)
+    with not_written_is_nan():
+        for step in range(2):
+            with run.no_sync():
+                run.backward(model(models.features(step, run.rank), [0, 1] if run.rank == 0 else [0]).square().mean())
+            for is_trained in (False, True):
+                model.blocks[1].requires_grad_(is_trained)
+                run.backward(model(models.features(step, run.rank, 1), [0]).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+
+
 def frozen_parameters_in_the_optimizer(run: Run) -> None:
     model = models.build(models.Stack)
     model.blocks[1].requires_grad_(False)
@@ -287,6 +303,7 @@ BY_RANK = [
     a_backward_that_ends_early_on_some_ranks,
     accumulated_over_branches,
     accumulated_over_branches_without_sync,
+    thawed_before_its_sum,
 ]
 
 

@@ -105,9 +105,10 @@ class Gradients(ABC):
 
     def take_used(self, flags: Iterator[bool]) -> None:
         """Apply the agreement of ranks: one flag for each parameter, true if some rank had a gradient."""
-        for index, (own, is_used) in enumerate(zip(self.own, flags, strict=False)):
-            if own is not LOCAL:  # otherwise the parameter was frozen before its gradient was summed
-                self.own[index], self.sums[index] = NONE, USED if is_used else self.sums[index]
+        for index, (own, held, is_used) in enumerate(zip(self.own, self.sums, flags, strict=False)):
+            # A gradient whose sum is still to come, on this rank or on another, has no values in held memory yet.
+            if own is not LOCAL:
+                self.own[index], self.sums[index] = NONE, USED if is_used and held is not STALE else held
 
     def hand_over(self) -> None:
         """Mark all local gradients as part of the sum; a parameter without a gradient has an empty sum."""
