@@ -74,6 +74,10 @@ def of_experts() -> nn.Module:
     return nn.Sequential(Routed(Kept(4, 4)), *(Kept(4, 4) for _ in range(3)))
 
 
+def of_a_block_that_may_rest() -> nn.Module:
+    return nn.Sequential(Kept(4, 4), Kept(4, 4), Routed(nn.Identity()), Kept(4, 4))
+
+
 def routed(data: int) -> Tensor:
     """Return inputs of four micro-batches: only the first one of the second rank has negative first numbers."""
     x = torch.randn(8, 4, generator=torch.Generator().manual_seed(data)).abs()
@@ -120,3 +124,8 @@ def assert_plain(build: Callable[[], nn.Module], *stages: int) -> None:
 def test_an_expert_of_one_early_micro_batch_has_its_sum_with_the_last() -> None:
     """As another chunk of its place is summed, ranks agree that one of them used the expert, and have no sum of it."""
     assert_plain(of_experts, 3, 2)
+
+
+def test_a_chunk_may_return_its_input_in_one_micro_batch_of_one_rank() -> None:
+    """Its backward there reaches no parameter, and is the same pass as on the other rank."""
+    assert_plain(of_a_block_that_may_rest, 3, 1)

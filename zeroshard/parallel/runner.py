@@ -301,6 +301,9 @@ class _Step:
         self._runner.engine.flights.chunk = self._runner.chunks[chunk]
         take = functools.partial(self._messages.send_gradient, chunk, micro_batch)
         followed = with_graph(self._token, learned.arrives, arrived, take) if torch.is_grad_enabled() else arrived
+        arrive = self._runner.engine.flights.arrival()
+        for one in (one for one in followed if one.requires_grad):
+            one.register_hook(lambda grad: arrive())  # an input may be the output, too: before its other hooks
         learning = learned if learned.is_known else replace(learned, outputs={})
         try:
             output = chunked.run(chunk, args, kwargs, followed, learning)
@@ -358,7 +361,6 @@ class _Step:
             self._note(Kind.RECEIVE_GRADIENT, chunk, micro_batch, grads)
             self._runner.mail.has_arrived(chunk, micro_batch)
         outputs, before = [one for one in flight.outputs if one.requires_grad], engine.backwards
-        has_failed = not flight.outputs
         with self._reducing(micro_batch):
             try:
                 if outputs:
@@ -366,9 +368,8 @@ class _Step:
             except RankMismatchError:
                 raise
             except Exception as error:
-                has_failed = True
                 self._fail(chunk, micro_batch, error)
-            if has_failed and engine.backwards == before:
+            if engine.backwards == before:  # here it failed, or used no unit
                 idle_backward(engine, self._runner.chunks[chunk])
         self._messages.give(grads or (), is_read=True)
         self._messages.give(flight.arrived, is_read=chunk == self._runner.chunked.cut.count - 1 or bool(grads))
