@@ -283,8 +283,10 @@ class Zero:
         Raises:
             ValueError: `axis` is neither "all" nor "replicate".
             RuntimeError: called inside a pass, or "replicate" with gradients that are already summed over all replicas.
+            RankMismatchError: ranks make different numbers of passes inside, where they need each other.
 
-        Collective: none.
+        Collective: none of its own. Ranks may make different numbers of passes inside, or none, at stages 0 to 2 with
+            "all". Where parameters are sharded (stage 3), and with "replicate", every rank must make equally many.
         """
         if axis not in ("all", "replicate"):
             raise ValueError(f"axis must be 'all' or 'replicate'; got {axis!r}.")

@@ -183,6 +183,36 @@ def test_accumulation(script: Callable[[Run], None], world: int) -> None:
     assert_matches(script, world)
 
 
+def uneven_micro_batches_by_rank(run: Run) -> None:
+    """Run another number of micro-batches on each rank before the one that reduces, also none."""
+    model, optimizer = start(run)
+    for step in range(3):
+        with run.no_sync():
+            for micro in range((step + run.rank) % 3):
+                backward(run, model, step, micro)
+        backward(run, model, step, 2)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_ranks_with_whole_parameters_may_make_different_numbers_of_passes_under_no_sync() -> None:
+    assert_matches(uneven_micro_batches_by_rank, 2, stages=(0, 1, 2))
+
+
+def uneven_where_parameters_are_sharded() -> str:
+    """Run one micro-batch more on one rank; return the error."""
+    with pytest.raises(zs.RankMismatchError) as error:
+        uneven_micro_batches_by_rank(Sharded(3))
+    return str(error.value)
+
+
+def test_ranks_with_sharded_parameters_that_make_different_numbers_of_passes_under_no_sync_raise() -> None:
+    for text in run_ranks(uneven_where_parameters_are_sharded, 2, timeout_s=TIMEOUT_S):
+        assert "rank 0: the beginning of a training forward\n" in text
+        assert "rank 1: the beginning of a training forward (no_sync)\n" in text
+        assert "(at stage 3 equally many under no_sync())" in text
+
+
 def zero_by(model: nn.Module, optimizer: Optimizer, how: str) -> None:
     """Clear the gradients in one of the ways that loops do."""
     if how == "p.grad = None":

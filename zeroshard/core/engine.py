@@ -260,7 +260,7 @@ class Engine(Ending):
             self.order.close()
 
     def _open_forward(self, frame: Frame, name: str) -> None:
-        key, place = self.flights.forward_of(name, has_grad=frame.has_grad)
+        key, place = self.flights.forward_of(name, has_grad=frame.has_grad, is_apart=self.scope is not Scope.ALL)
         if self.is_sharded and frame.has_grad:
             self.flights.begin(key)
         # Also without gradients: code inside may enable them, as in models of forces.

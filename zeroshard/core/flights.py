@@ -67,13 +67,15 @@ class Flights:
         self._open = -1
         """The backward whose pass is open."""
 
-    def forward_of(self, name: str, *, has_grad: bool) -> tuple[Hashable, str]:
+    def forward_of(self, name: str, *, has_grad: bool, is_apart: bool) -> tuple[Hashable, str]:
         """Return the kind of a forward, and the name of its beginning for votes.
 
         Args:
             name: the method that runs, other than the model's forward.
+            is_apart: whether a backward that began now would leave sums to a later one, as under `no_sync()`.
         """
-        place = f"the beginning of a {'training' if has_grad else 'no-grad'} forward" + f" of '{name}'" * bool(name)
+        what = "training forward" + " (no_sync)" * is_apart if has_grad else "no-grad forward"
+        place = f"the beginning of a {what}" + f" of '{name}'" * bool(name)
         return ("forward", name, has_grad, self.chunk.name if self.chunk is not None else ""), place
 
     def is_cut(self) -> bool:
@@ -95,8 +97,7 @@ class Flights:
         """End the forward of a part, so that other backwards do not end it."""
         flight, self._next = self._next, Flight()
         flight.part, flight.numbers = (part, numbers) if self.chunk is None else self.chunk[:2]
-        flight.used = frozenset(self.used)
-        flight.calls = tuple((unit.number, unit.calls) for unit in self._units if unit.calls)
+        flight.used, flight.calls = frozenset(self.used), tuple((u.number, u.calls) for u in self._units if u.calls)
         self.end()
 
     def arrival(self) -> Callable[[], None]:

@@ -117,8 +117,8 @@ class Order:
         """
         if phase == "backward" or self.is_sharded:
             self.catch_up()
-            # A rank may run local passes without messages, which must not change the numbers of messages.
-            self.count += 1
+            # Ranks may make different numbers of passes without messages, which must not change those of messages.
+            self.count += self.is_sharded or scope is not Scope.RANK
         self.history.begin_step(phase)
         key = (key, self.carried) if self.carried else key
         record = self._records.get(key)

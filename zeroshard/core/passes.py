@@ -56,7 +56,7 @@ class Pass:
     """In a backward: the units whose gradients it reduces, also those of earlier backwards under `no_sync()`."""
 
     def __str__(self) -> str:
-        return f"{self.phase} pass {self.number}"
+        return f"{self.phase} pass {self.number}" + " (no_sync)" * (self.phase == "backward" and self.scope < Scope.ALL)
 
     @property
     def end(self) -> str:

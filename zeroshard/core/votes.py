@@ -157,8 +157,8 @@ class Votes:
             lines = self._comm.mesh.lines(self._comm.texts(what, "the places of all ranks"))
             raise RankMismatchError(
                 f"{self._comm.mesh} Ranks are at different places of the program:\n{lines}\nAll ranks must make the "
-                "same passes, norms and steps in the same order, and call save(), load() and gathered(). Code for "
-                "rank 0 only belongs in `for _ in zero.on_first_rank():`, instead of `if rank == 0:`."
+                "same passes (at stage 3 equally many under no_sync()), norms and steps in the same order, and call "
+                "save(), load() and gathered(). For one rank use `for _ in zero.on_first_rank():`, no `if rank == 0:`."
             )
         return Told(ask_of(request), least, -greatest)
 

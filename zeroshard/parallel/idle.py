@@ -14,7 +14,8 @@ def idle_forward(engine: Engine, chunk: Chunk, *, has_grad: bool) -> None:
     """Make the pass of a chunk's forward. Collective: as the forward."""
     if engine.is_sharded:
         engine.flights.chunk = chunk
-        key, place = engine.flights.forward_of("", has_grad=has_grad)
+        is_apart = engine.scope is not Scope.ALL
+        key, place = engine.flights.forward_of("", has_grad=has_grad, is_apart=is_apart)
         engine.flights.chunk = None
         engine.close(engine.order.open("forward", key, place=place, holds=has_grad))
 
