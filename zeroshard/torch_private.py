@@ -88,6 +88,7 @@ __all__ = [
     "setting_of",
     "slot_grad",
     "storage_of",
+    "untraced",
     "users_of_storage",
     "uses_cuda_graphs",
     "version_of",
@@ -156,8 +157,15 @@ def changed(name: str, what: str) -> RuntimeError:
 
 
 def call_after_backward(call: Callable[[], None]) -> None:
-    """Call `call` at the end of this thread's backward pass."""
-    torch.autograd.Variable._execution_engine.queue_callback(call)
+    """Call a Python function, such as a lambda, at the end of this thread's backward pass."""
+    torch.autograd.Variable._execution_engine.queue_callback(untraced(call))
+
+
+def untraced(function: Any) -> Any:
+    """Have Dynamo skip a function that torch calls, and all that it calls; unlike torch.compiler.disable it is free."""
+    frames, skip = torch._C._dynamo.eval_frame, torch._C._dynamo.eval_frame._FrameAction.SKIP
+    frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
+    return function
 
 
 def accumulator_of(parameter: Tensor) -> Any:

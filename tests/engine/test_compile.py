@@ -153,3 +153,72 @@ def read_compiled() -> None:
 
 def test_compiled_code_that_reads_a_distributed_gradient_raises() -> None:
     run_ranks(read_compiled, 2, timeout_s=60)
+
+
+def train_inside_compiled(stage: int, what: str, activations: Any = None) -> list[float]:
+    """Train with a backward or a step inside a compiled function, beside a schedule; return losses."""
+    import torch._dynamo
+
+    torch._dynamo.reset()
+    model = models.build(models.Stack)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    early = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9) if "early" in what else None
+    zs.shard(model, optimizer, stage=stage, activations=activations, settings=zs.Settings(watchdog_s=20))
+    schedule = early or torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)
+
+    def run(step: int) -> torch.Tensor:
+        loss: torch.Tensor = model(models.features(step, rank=0)).square().mean()
+        loss.backward()
+        return loss
+
+    forward_backward = torch.compile(run, backend="eager") if "backward" in what else run
+    update = torch.compile(lambda: optimizer.step(), backend="eager") if "step" in what else optimizer.step
+    losses = []
+    for step in range(3):
+        losses.append(forward_backward(step).item())
+        update()
+        optimizer.zero_grad()
+        schedule.step()
+    return losses
+
+
+@pytest.mark.parametrize("activations", [None, "offload"])
+def test_a_backward_runs_inside_a_compiled_function(activations: Any) -> None:
+    stages = third((3, 0))
+    cases = [(stage, what, activations) for stage in stages for what in ("nothing", "a backward")]
+    found = run_cases(train_inside_compiled, 2, cases, timeout_s=60)
+    for stage in stages:
+        assert found[stage, "a backward", activations] == found[stage, "nothing", activations]
+
+
+def train_below_the_limit() -> None:
+    """Compile a model of more kinds of units than one function may have compiled forms, and train."""
+    import torch._dynamo
+
+    torch._dynamo.reset()
+    width = models.WIDTH
+    layers = [torch.nn.Linear(5, width), models.Block(width), torch.nn.LayerNorm(width), torch.nn.PReLU(width)]
+    model = torch.nn.Sequential(*layers)
+    settings = zs.Settings(watchdog_s=20)
+    zs.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=3, units=layers, settings=settings)
+    compiled = torch.compile(model, backend="eager")
+    with torch._dynamo.config.patch(recompile_limit=3, fail_on_recompile_limit_hit=True):
+        for step in range(2):
+            compiled(models.features(step, rank=0)).square().mean().backward()
+
+
+def test_the_hooks_of_a_compiled_model_are_not_compiled() -> None:
+    run_ranks(train_below_the_limit, 2, timeout_s=60)
+
+
+def compile_as_one_graph() -> str:
+    model = models.build(models.Stack)
+    zs.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=3, settings=zs.Settings(watchdog_s=20))
+    with pytest.raises(Exception, match="disable") as error:
+        torch.compile(model, backend="eager", fullgraph=True)(models.features(0, rank=0))
+    return str(error.value)
+
+
+def test_a_sharded_model_as_one_graph_is_refused_with_the_remedy() -> None:
+    for text in run_ranks(compile_as_one_graph, 2, timeout_s=60):
+        assert "use fullgraph=False, or compile blocks instead of the sharded model" in text

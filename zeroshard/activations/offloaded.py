@@ -237,7 +237,7 @@ class Offload(Link):
             copy.wanted = owner.users
             if task != -1 and task not in self._issued:
                 self._issued[task] = []
-                call_after_backward(functools.partial(self._end_backward, task))
+                call_after_backward(lambda: self._end_backward(task))
             if task != -1:
                 self._issued[task].append(weakref.ref(owner))
         return copy.back

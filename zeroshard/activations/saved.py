@@ -13,7 +13,7 @@ from typing import Any, Final
 import torch
 
 from zeroshard.describe.saved_nodes import Packed
-from zeroshard.torch_private import graph_task, innermost_hooks, version_of
+from zeroshard.torch_private import graph_task, innermost_hooks, untraced, version_of
 
 __all__ = ["BECAUSE", "Box", "ChangedInPlaceError", "Plain", "Saved", "Treatment"]
 
@@ -102,7 +102,7 @@ class Saved(ABC):
 
     def context(self) -> Any:
         """Return a context manager with the saved-tensor hooks."""
-        return torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
+        return torch.autograd.graph.saved_tensors_hooks(untraced(self.pack), untraced(self.unpack))
 
     def push(self) -> None:
         """Put the hooks on this thread's stack.

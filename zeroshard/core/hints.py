@@ -18,6 +18,7 @@ from weakref import WeakMethod
 import torch
 
 from zeroshard.table.schedule import ROOT
+from zeroshard.torch_private import untraced
 from zeroshard.tree import find
 
 __all__ = ["hint_begin", "hint_end"]
@@ -39,7 +40,7 @@ def hint_begin(
                 call(number)
 
     for tensor in tensors:
-        tensor.register_hook(begin_all)
+        tensor.register_hook(untraced(begin_all))
 
 
 def hint_end(inputs: Any, units: Sequence[int], end: Callable[[tuple[int, ...]], bool]) -> tuple[int, ...]:
@@ -56,7 +57,7 @@ def hint_end(inputs: Any, units: Sequence[int], end: Callable[[tuple[int, ...]],
         has_ended = has_ended or call is None or call(targets)
 
     for tensor in tensors:
-        tensor.register_hook(end_once)
+        tensor.register_hook(untraced(end_once))
     return targets if tensors else ()
 
 

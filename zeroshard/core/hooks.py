@@ -6,17 +6,20 @@ module gets inert hooks instead of a second engine.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, Final, final
 from weakref import ref
 
 import torch
 from torch import nn
 
 from zeroshard.core.engine import Engine
-from zeroshard.torch_private import is_inside_functional_call
+from zeroshard.torch_private import is_inside_functional_call, untraced
 from zeroshard.tree import find
 
 __all__ = ["Arrive", "Eager", "Enter", "Exit", "Hook", "Inert", "Landed", "Registered"]
+
+
+REASON: Final = "zeroshard works between graphs: use fullgraph=False, or compile blocks instead of the sharded model"
 
 
 class Hook:
@@ -33,8 +36,9 @@ class Eager(Hook):
     """A hook that runs as plain Python between compiled graphs; Dynamo would trace other hooks into them."""
 
     def __init__(self) -> None:
-        self._call = torch.compiler.disable(self._run)
+        self._call = torch.compiler.disable(self._run, reason=REASON)
 
+    @untraced  # all hooks share its code, which Dynamo would compile for each of them
     def __call__(self, *args: Any) -> None:
         """Run it."""
         self._call(*args)
@@ -170,8 +174,8 @@ class Landed(Hook):
     def __init__(self, engine: Engine) -> None:
         self._engine = ref(engine)
 
+    @untraced  # a compiled function may call backward()
     def __call__(self, parameter: torch.Tensor) -> None:
         """Pass a gradient to the engine."""
-        engine = self._engine()
-        if engine is not None:
+        if (engine := self._engine()) is not None:
             engine.landed(parameter)
