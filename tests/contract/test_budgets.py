@@ -55,7 +55,7 @@ ADDED = {
     "faults of pipelines: one watchdog, the first value that is not finite, calls inside a step": 15,
     "local updates over islands, and plans of them": 150,
     "gradients pin memory of exact sizes, once": 7,
-    "backwards and steps inside compiled functions": 3,
+    "backwards and steps inside compiled functions": 7,
     "silent faults: shared memory, changed parameters, complex reductions, lazy signs, orders of copies": 43,
 }
 """Lines of the engine that features have added since the budgets were set."""

@@ -191,6 +191,24 @@ def test_a_backward_runs_inside_a_compiled_function(activations: Any) -> None:
         assert found[stage, "a backward", activations] == found[stage, "nothing", activations]
 
 
+@pytest.mark.parametrize("what", ["a step", "a step, early schedule"])
+def test_a_step_runs_inside_a_compiled_function(what: str) -> None:
+    stages = third((3, 0))
+    cases = [(stage, how) for stage in stages for how in ("nothing", what)]
+    found = run_cases(train_inside_compiled, 2, cases, timeout_s=60)
+    for stage in stages:
+        assert found[stage, what] == found[stage, "nothing"]
+
+
+def test_the_step_of_an_optimizer_is_its_own_again_after_detach() -> None:
+    model = models.build(models.Stack)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    zero = zs.shard(model, optimizer)
+    assert "step" in vars(optimizer)
+    zero.detach()
+    assert "step" not in vars(optimizer)
+
+
 def train_below_the_limit() -> None:
     """Compile a model of more kinds of units than one function may have compiled forms, and train."""
     import torch._dynamo

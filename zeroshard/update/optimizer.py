@@ -11,6 +11,7 @@ Note: why slices of parameters, and not one flat tensor
 
 import zlib
 from collections.abc import Callable, Sequence
+from functools import wraps
 from typing import Any, final
 
 import torch
@@ -76,6 +77,10 @@ class ShardedOptimizer:
         self._add_plain, self._add_hook = optimizer.add_param_group, optimizer.register_step_pre_hook
         undo.put(vars(optimizer), "register_step_pre_hook", self._register)
         undo.put(vars(optimizer), "add_param_group", self._add_group)
+        # Dynamo would guard the entries and gradients that the hooks exchange. Schedulers take a method, and mark it.
+        eager = torch.compiler.disable(step := optimizer.step)
+        method: Any = wraps(step)(lambda _, *args, **named: eager(*args, **named))
+        undo.put(vars(optimizer), "step", method.__get__(optimizer))
 
     @property
     def masters(self) -> list[Tensor]:
