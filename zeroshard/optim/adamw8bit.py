@@ -29,8 +29,8 @@ Tensor = torch.Tensor
 
 BATCH_NUMEL: Final = MappingProxyType({"cpu": 1 << 16})
 """Number of elements to update at once: few enough for a cache."""
-BATCH_NUMEL_ELSEWHERE: Final = 1 << 22
-"""A batch takes 38 bytes an element: 152 MiB."""
+BATCH_NUMEL_ELSEWHERE: Final = 1 << 23
+"""A batch takes 38 bytes an element, 304 MiB; a kernel that moves 64 MiB still takes longer than its launch."""
 LEAST: Final = 2.0**-38
 """If all moments or roots of a block are smaller, they become zero. The square of the smallest code is still normal."""
 

@@ -136,7 +136,7 @@ OPTIMIZERS: Final[Mapping[str, States]] = MappingProxyType(
         "lion": States(1, 0, Passing(own=2)),
         "adagrad": States(1, 4, Passing(own=1, before=1), is_fused=True),
         "adamw8bit": States(
-            0, 4, Passing(9.5, batch_numel=(1 << 16, 1 << 22)), element_bytes=2, block_bytes=8, block_numel=256
+            0, 4, Passing(9.5, batch_numel=(1 << 16, 1 << 23)), element_bytes=2, block_bytes=8, block_numel=256
         ),
         "lamb": States(2, 4, Passing(total=1, own=1)),
         "muon": States(2, 4, _LOOP, whole=Whole(_is_hidden, newton_schulz_cost, math.prod, 0, "newton-schulz")),
