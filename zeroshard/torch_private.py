@@ -250,7 +250,8 @@ def is_lazy(tensor: Tensor) -> bool:
 
 def bytes_in(tensor: Tensor) -> Tensor:
     """Return the bytes of a tensor's values, flat, on its memory if they are there in order."""
-    return tensor.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+    # Fewer than two elements may have another stride than 1.
+    return tensor.resolve_conj().resolve_neg().contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def is_dense(tensor: Tensor) -> bool:

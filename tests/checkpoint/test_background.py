@@ -22,6 +22,7 @@ from zeroshard.checkpoint import files
 from zeroshard.checkpoint.diff import diff
 from zeroshard.checkpoint.verify import latest, verify
 from zeroshard.testing import run_ranks
+from zeroshard.tree import find
 
 from .faulty import Failing, refuse
 from .rig import TIMEOUT_S, Trainer
@@ -186,6 +187,34 @@ def test_a_failure_is_raised_on_every_rank(tmp_path: Path, way: Callable[..., No
     assert by_rank[0][1] == ["LATEST", "a-1"]
     verify(tmp_path / "a-1")
     verify(tmp_path / "d-4")
+
+
+def fail_in_a_step(folder: str, culprit: int) -> tuple[bool, bool]:
+    """Fail on one rank; return whether the step that raises left everything as it was, and whether it trains on."""
+    trainer = Trainer.make(3)
+    trainer.train(0, 1)
+    before = trainer.state()
+    with Failing(2 if dist.get_rank() == culprit else -1, no_space):
+        trainer.zero.save(f"{folder}/b-2", asynchronous=True)
+        for step in range(1, 1000):
+            before = trainer.state()
+            try:
+                trainer.train(step, step + 1)
+            except zs.CheckpointError:
+                break
+    is_same = same(before, trainer.state())
+    trainer.train(step, step + 1)
+    return is_same, same(before, trainer.state())
+
+
+def same(one: Any, other: Any) -> bool:
+    """Tell whether two states have the same bits."""
+    pairs = [find([state["parameters"], state["optimizers"]], torch.Tensor) for state in (one, other)]
+    return all(map(torch.equal, *pairs))
+
+
+def test_a_step_that_raises_has_changed_nothing(tmp_path: Path) -> None:
+    assert run_ranks(fail_in_a_step, 2, str(tmp_path), 1, timeout_s=TIMEOUT_S) == [(True, False)] * 2
 
 
 def fail_each_operation(folder: str, culprit: int, keep: int | None) -> list[tuple[str, str]]:

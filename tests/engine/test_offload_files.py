@@ -391,3 +391,27 @@ def test_optimizers_with_parameters_between_each_others_keep_their_states(tmp_pa
     # The first step of the second optimizer makes a state that the first one's parameters have already.
     (expected,), (found,) = (run_ranks(train_by_two, 1, folder) for folder in (None, tmp_path))
     assert all(map(torch.equal, expected, found))
+
+
+def load_after_steps(folder: str) -> bool:
+    """Train, save, train on, load, and tell whether the parameters are those that were saved."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.LayerNorm(6)) for _ in range(4)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    zero = zs.shard(model, optimizer, stage=3, offload=folder)
+    found = []
+    for step in range(3):
+        if step:
+            with zero.gathered():
+                found.append([p.detach().clone() for p in model.parameters()])
+            zero.load(f"{folder}/a") if step > 1 else zero.save(f"{folder}/a")
+        model(torch.ones(2, 6)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with zero.gathered():
+        return not any(map(torch.equal, *found)) and all(map(torch.equal, found[1], model.parameters()))
+
+
+def test_a_run_that_has_made_steps_loads_its_checkpoint(tmp_path: Path) -> None:
+    """Ranks hold no elements of some parameters, whose states then have no memory of a kind of their own."""
+    assert run_ranks(load_after_steps, 2, str(tmp_path)) == [True, True]

@@ -170,7 +170,8 @@ class Saver:
         for one in self._optimizers:
             if not any(optimizer is one.optimizer for optimizer in self._watched):
                 self._watched.append(one.optimizer)
-                hook = one.optimizer.register_step_post_hook(lambda *_: self._settle(waits=False))
+                # Before the update: a step that raises has changed nothing, and can be made again.
+                hook = one.optimizer.register_step_pre_hook(lambda *_: self._settle(waits=False))
                 self._engine.undo.keep(hook)
 
     def _settle(self, *, waits: bool) -> None:
