@@ -5,6 +5,7 @@ import os
 import pickle
 import re
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -161,6 +162,32 @@ def count_bytes(stage: int) -> list[int]:
 def test_accumulation_reduces_once_a_step() -> None:
     for once, each in run_ranks(count_bytes, 2, 3, timeout_s=TIMEOUT_S):
         assert each == 2 * once > 0
+
+
+def step_inside_no_sync(stage: int | None) -> torch.Tensor:
+    """Sum the last of two backwards whose forwards both ran under `no_sync()`; return the weights after the step."""
+    accelerator = fresh(accelerate.Accelerator if stage is None else Accelerator)
+    torch.manual_seed(0)
+    model = torch.nn.Linear(8, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    zero = None if stage is None else zs.shard(model, optimizer, stage=stage)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    torch.manual_seed(accelerator.process_index)
+    with accelerator.no_sync(model):
+        first, second = (model(torch.randn(4, 8)).square().mean() for _ in range(2))
+        accelerator.backward(first)
+        with accelerator.trigger_sync_in_backward(model):
+            accelerator.backward(second)
+    optimizer.step()
+    with nullcontext() if zero is None else zero.gathered():
+        return accelerator.unwrap_model(model).weight.detach().clone()
+
+
+def test_a_backward_inside_no_sync_may_sum() -> None:
+    expected, _ = run_ranks(step_inside_no_sync, 2, None, timeout_s=TIMEOUT_S)
+    for stage in third([3, 1, 0]):
+        for found in run_ranks(step_inside_no_sync, 2, stage, timeout_s=TIMEOUT_S):
+            assert torch.equal(found, expected)
 
 
 # -- files ------------------------------------------------------------------------------------------------------------

@@ -209,7 +209,7 @@ def test_a_killed_training_resumes_to_the_bit(tmp_path: Path) -> None:
 
 def adapted() -> torch.nn.Module:
     seed(99)
-    config = peft.LoraConfig(r=3, lora_alpha=6, target_modules=["q_proj", "v_proj"])
+    config = peft.LoraConfig(r=3, lora_alpha=6, target_modules=["q_proj", "v_proj"], modules_to_save=["lm_head"])
     return peft.get_peft_model(tiny.kinds()["llama"].build(), config)
 
 

@@ -23,6 +23,7 @@ from torch import nn
 import zeroshard as zs
 from zeroshard import accelerate_private
 from zeroshard.accelerate_private import NO_SYNC
+from zeroshard.core.states import Scope
 from zeroshard.integrations.parts import FOLDER, newest_in, save_in, whole_on_first_rank
 
 try:
@@ -62,6 +63,21 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         if not any(one is model for one in self._models):
             self._models.append(model)
         return model
+
+    @staticmethod
+    @contextmanager
+    def trigger_sync_in_backward(model: Any) -> Iterator[None]:
+        """Sum the gradients of a backward inside `no_sync()`, as of a model of DistributedDataParallel."""
+        if (zero := zero_of(model)) is None:
+            with accelerate.Accelerator.trigger_sync_in_backward(model):
+                yield
+            return
+        engine = zero._engine
+        before, engine.scope = engine.scope, Scope.ALL
+        try:
+            yield
+        finally:
+            engine.scope = before
 
     def get_state_dict(self, model: nn.Module, *args: Any, **options: Any) -> Any:
         """Return a model's values: of a sharded one on rank 0, in host memory, and nothing on the other ranks.

@@ -5,7 +5,9 @@ Owns the name of the folder, and the order in which ranks remove what a killed j
 
 import dataclasses
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -15,7 +17,16 @@ from torch import nn
 import zeroshard as zs
 from zeroshard.checkpoint.whole_model import state_on_first_rank
 
-__all__ = ["FOLDER", "newest_in", "of_step", "options_with", "remove_others", "save_in", "whole_on_first_rank"]
+__all__ = [
+    "FOLDER",
+    "answering",
+    "newest_in",
+    "of_step",
+    "options_with",
+    "remove_others",
+    "save_in",
+    "whole_on_first_rank",
+]
 
 FOLDER: Final = "zeroshard"
 """The folder of zeroshard in the folder of a trainer's checkpoint."""
@@ -77,6 +88,23 @@ def whole_on_first_rank(zero: zs.Zero, model: nn.Module, what: str) -> dict[str,
         return state_on_first_rank(zero._engine, model, what)
     with zero.gathered(whole=True):
         return _copied(model.state_dict()) if zero.mesh.rank == 0 else {}
+
+
+@contextmanager
+def answering(model: nn.Module, whole: Mapping[str, Any]) -> Iterator[None]:
+    """Have modules of a model answer `state_dict()` from the model's whole values, which PEFT asks for names."""
+
+    def part(start: str, *args: Any, prefix: str = "", **options: Any) -> dict[str, Any]:
+        return {prefix + key.removeprefix(start): value for key, value in whole.items() if key.startswith(start)}
+
+    modules = {name: vars(module) for name, module in model.named_modules() if name}
+    for name, attributes in modules.items():
+        attributes["state_dict"] = partial(part, f"{name}.")
+    try:
+        yield
+    finally:
+        for attributes in modules.values():
+            del attributes["state_dict"]
 
 
 def _copied(state: Any) -> Any:

@@ -7,6 +7,7 @@ states of the others.
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
@@ -15,7 +16,7 @@ import torch
 
 import zeroshard as zs
 from zeroshard.integrations.accelerate import keep_as_is
-from zeroshard.integrations.parts import FOLDER, newest_in, options_with, save_in, whole_on_first_rank
+from zeroshard.integrations.parts import FOLDER, answering, newest_in, options_with, save_in, whole_on_first_rank
 
 try:
     import transformers
@@ -163,7 +164,8 @@ class ZeroMixin(transformers.Trainer if TYPE_CHECKING else object):  # type: ign
             self._whole = None
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        super()._save(output_dir, self._whole if state_dict is None else state_dict)
+        with nullcontext() if self._whole is None else answering(self.model, self._whole):
+            super()._save(output_dir, self._whole if state_dict is None else state_dict)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         assert self.zero is not None
