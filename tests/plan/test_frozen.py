@@ -109,8 +109,11 @@ def sample(build: Callable[[], nn.Module]) -> tuple[Callable[..., torch.Tensor],
 
 def run(
     build: Callable[[], nn.Module], owners: Callable[[nn.Module], list[torch.optim.Optimizer]], stage: int, place: int
-) -> tuple[dict[str, int], list[Sent]]:
-    """Train, and return the bytes that this rank keeps, and what it sends in a steady step. Runs on a rank."""
+) -> tuple[dict[str, int], list[Sent], dict[str, int]]:
+    """Train, and return the bytes that this rank keeps, what it sends in a steady step, and the bytes that it predicts.
+
+    Runs on a rank.
+    """
     loss, asked = sample(build)[0], dict(OPTIONS[place])
     model = models.build(build)
     optimizers = owners(model)
@@ -122,7 +125,8 @@ def run(
             one.step()
         model.zero_grad()
     events = zero.trace.step_events(STEPS - 1)
-    return dict(zero.memory().resident_bytes), [(e.kind, e.unit, e.nbytes) for e in events if e.kind != "step"]
+    sent = [(e.kind, e.unit, e.nbytes) for e in events if e.kind != "step"]
+    return dict(zero.memory().resident_bytes), sent, dict(zero.memory().predicted_bytes)
 
 
 @functools.cache
@@ -149,7 +153,8 @@ def test_the_plan_is_the_run(case: tuple[Any, ...]) -> None:
     build, _, stage, _ = case
     plan = planned(*case)
     buffer_bytes = sum(one.nbytes for one in models.build(build).buffers())
-    for rank, (held, sent) in enumerate(measured()[case]):
+    for rank, (held, sent, told) in enumerate(measured()[case]):
+        assert told["states"] == held["states"]
         one = plan.ranks[rank]
         expected = {name: one.resident_bytes[name] for name in COLUMNS}
         expected["parameters"] -= buffer_bytes
@@ -163,7 +168,7 @@ def test_the_plan_is_the_run(case: tuple[Any, ...]) -> None:
 @pytest.mark.parametrize("case", UNUSED, ids=lambda case: f"{case[1].__name__}-{case[2]}-{case[3]}")
 def test_parameters_that_no_forward_uses_have_no_states(case: tuple[Any, ...]) -> None:
     plan = planned(*case)
-    for rank, (held, _) in enumerate(measured()[case]):
+    for rank, (held, *_) in enumerate(measured()[case]):
         one = plan.ranks[rank]
         assert {name: held[name] for name in COLUMNS[:-1]} == {name: one.resident_bytes[name] for name in COLUMNS[:-1]}
         assert held.get("host", 0) == one.elsewhere_bytes.get("host", 0)
