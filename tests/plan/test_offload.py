@@ -5,6 +5,8 @@ Owns what a plan says of other memories beside what real runs hold there; `bench
 
 import dataclasses
 import itertools
+import operator
+import random
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from tests.oracle import STAGES_AT, WATCHDOG_S, run_cases
 from tests.rotation import third
 from zeroshard.plan.machine.presets import DEVICES
 from zeroshard.plan.named import OPTIMIZERS, updates_of
+from zeroshard.plan.offloading import first_below
 from zeroshard.plan.shape.shapes import shape_of
 from zeroshard.plan.step.staging import buffer_bytes, file_staging_bytes
 from zeroshard.plan.trying import candidate_of
@@ -161,3 +164,22 @@ def test_a_choice_that_fits_by_simulations_alone_rules_no_other_out(
     found, by_hand = (zs.plan("gpt2", offload=one, **asked) for one in ("auto", other))
     assert found.verdict == by_hand.verdict == "fits"
     assert found.step_s <= 1.01 * by_hand.step_s
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_first_choice_with_room_is_found_from_any_guess(seed: int) -> None:
+    """Memory that falls evenly, with plateaus and with jumps."""
+    drawn = random.Random(seed)
+    steps = [drawn.choice((0, 1, 1, 1, 30)) * 2**20 if seed % 2 else 2**20 for _ in range(100)]
+    chain: list[zs.Offload | None] = [zs.Offload(states=number / 100) for number in range(101)]
+    start = drawn.randint(-1, int(1.1 * sum(steps)))
+    excess = dict(zip(chain, itertools.accumulate(steps, operator.sub, initial=start), strict=True))
+    looked_at = list[zs.Offload | None]()
+
+    def excess_of(one: zs.Offload | None) -> float:
+        looked_at.append(one)
+        return excess[one]
+
+    expected = next((place for place, one in enumerate(chain) if excess[one] <= 0), None)
+    assert first_below(chain, excess_of, drawn.randint(0, 100), 2.0**20, first=0) == expected
+    assert len(looked_at) <= (14 if seed % 2 else 3)

@@ -24,7 +24,6 @@ __all__ = [
     "check_in_files",
     "choices_for",
     "first_of",
-    "least_of",
     "offload_of",
     "reached",
     "row_with",
@@ -176,19 +175,16 @@ def choices_for(row: Residency) -> list[list[Offload | None]]:
 def first_of(chains: Iterable[Sequence[Choice]], fits: Callable[[Choice], bool]) -> tuple[Choice, bool]:
     """Return the least choice of the first chain in which one fits, and True; otherwise the last choice, and False."""
     for chain in chains:
-        found = least_of(chain, fits)
+        found = _least_of(chain, fits)
         if found[1]:
             break
     return found
 
 
-def least_of(choices: Sequence[Choice], fits: Callable[[Choice], bool | None]) -> tuple[Choice, bool]:
+def _least_of(choices: Sequence[Choice], fits: Callable[[Choice], bool]) -> tuple[Choice, bool]:
     """Return the first choice that fits, and True; otherwise the last choice, and False.
 
     A binary search: each choice leaves no more on the device than the previous choice.
-
-    Args:
-        fits: returns whether a choice fits; None if neither it nor a later choice is wanted, which ends the search.
     """
     low, high = 0, len(choices) - 1
     if fits(choices[0]):
@@ -197,10 +193,7 @@ def least_of(choices: Sequence[Choice], fits: Callable[[Choice], bool | None]) -
         return choices[high], False
     while high - low > 1:
         middle = (low + high) // 2
-        is_fitting = fits(choices[middle])
-        if is_fitting is None:
-            return choices[high], False
-        low, high = (low, middle) if is_fitting else (middle, high)
+        low, high = (low, middle) if fits(choices[middle]) else (middle, high)
     return choices[high], True
 
 

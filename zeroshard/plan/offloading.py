@@ -9,20 +9,21 @@ Note: the order of trials
     configurations by this bound, fastest first, and stops when the bound is not below the time of the fastest plan so
     far. It skips a configuration that fits without offload, and one that would not fit even if everything that offload
     can move took no memory. For each of the others it takes the fastest offload that fits, as `offload="auto"` of a
-    plan does: with each fifth of the parameters, and with gradients on the device or with their states, it looks for
-    the least states that must move by a binary search. Those that may be the fastest are planned in full, with what the
-    allocator reserves, from the one on that is fastest by simulations.
+    plan does. The largest offload is planned in full first: where that has no room with what the allocator reserves,
+    no other has. With each fifth of the parameters, and with gradients on the device or with their states, it looks for
+    the least states that must move, from a guess on, as memory falls nearly evenly with what is moved. Those that may
+    be the fastest are then planned in full, from the one on that is fastest by simulations.
 """
 
 import dataclasses
-from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from functools import cache
-from itertools import product, starmap
+from itertools import cycle
+from math import ceil
 from operator import itemgetter
 from typing import Final, NamedTuple
 
-from zeroshard.describe.offload import HOST, PARTS, Offload, choices_for, least_of
+from zeroshard.describe.offload import HOST, PARTS, Offload, choices_for
 from zeroshard.plan.job import Options, check_options, outside_bytes_of
 from zeroshard.plan.margins import margin_of
 from zeroshard.plan.result import Plan, verdict_of
@@ -31,12 +32,10 @@ from zeroshard.plan.trying import Candidate, Simulated, candidate_of
 from zeroshard.table.cells import Residency
 from zeroshard.table.stages import row_of_stage
 
-__all__ = ["Chosen", "automatic_offload", "choose_offload", "may_fit"]
+__all__ = ["Chosen", "automatic_offload", "choose_offload", "first_below", "may_fit"]
 
 Tried = Candidate | Plan
 Chain = list[Offload | None]
-COARSE: Final = PARTS // 20
-"""Fractions of the states between those that are simulated."""
 LEAST_GAIN: Final = 1.01
 """How many times as fast as the fastest choice another one may be, at least, to be planned in full."""
 LEAST_PART: Final = 0.9
@@ -204,14 +203,6 @@ def _fastest_choice(
         steps: number of steps in which parameters are moved.
         tokens_per_s: the speed to exceed.
     """
-    tried, found, fastest = list[tuple[float, Chain]](), None, tokens_per_s
-
-    def is_slow(one: Offload | None) -> bool:
-        return quick(one).tokens_per_s <= fastest
-
-    def has_room(one: Offload | None) -> bool | None:
-        # The more is moved, the longer a step takes: no later choice is faster.
-        return True if quick(one).excess_bytes <= 0 else None if is_slow(one) else False
 
     def chain_of(part: int, gradients: float | None) -> Chain:
         states = (number / PARTS for number in range(PARTS + 1))
@@ -219,25 +210,65 @@ def _fastest_choice(
         return made if part else [None, *made[1:]]
 
     parts = range(steps + 1 if row.cuts_parameters else 1)
-    if not any(quick(chain_of(part, None)[-1]).excess_bytes <= 0 for part in {parts[0], parts[-1]}):
+    # What takes the least memory: where that has no room beside what the allocator reserves, no choice has.
+    most = [chain_of(part, None)[-1] for part in sorted({parts[0], parts[-1]}, reverse=True)]
+    fullest = next((one for one in most if quick(one).excess_bytes <= 0 and whole(one).excess_bytes <= 0), None)
+    if fullest is None:
         return None
-    for chain in starmap(chain_of, product(parts, (0, None))):
-        if chain[0] is not None and is_slow(chain[0]):
-            continue  # copies of parameters take too long, whatever else is moved
-        least, is_found = least_of(chain[::COARSE], has_room)
-        # Where the host has no room for the least offload, it has none for more.
-        if is_found and quick(least).verdict == "fits":
-            tried.append((quick(least).tokens_per_s, chain[max(0, chain.index(least) - COARSE + 1) :]))
-    for most_tokens_per_s, chain in sorted(tried, key=itemgetter(0), reverse=True):
+    reserved_bytes = max(0.0, whole(fullest).excess_bytes - quick(fullest).excess_bytes)
+
+    def excess_of(one: Offload | None) -> float:
+        return quick(one).excess_bytes
+
+    tried, found, fastest = list[tuple[float, Chain, int, float]](), None, tokens_per_s
+    for gradients in (None, 0):
+        # Memory falls nearly evenly from choice to choice. Without offloaded states gradients stay on the device.
+        ends = [(excess_of(chain_of(part, 0)[0]), excess_of(chain_of(part, gradients)[-1])) for part in parts[::steps]]
+        for part in parts:
+            begin, end = (a + (b - a) * part / steps for a, b in zip(ends[0], ends[-1], strict=True))
+            each_bytes, chain = max(1.0, (begin - end) / PARTS), chain_of(part, gradients)
+            place = first_below(chain, excess_of, min(PARTS, max(0, ceil(begin / each_bytes))), each_bytes)
+            # Where the host has no room for the least offload, it has none for more.
+            if place is not None and (one := quick(chain[place])).verdict != "no":
+                tried.append((one.tokens_per_s, chain, place, each_bytes))
+    for most_tokens_per_s, chain, place, each_bytes in sorted(tried, key=itemgetter(0), reverse=True):
         if most_tokens_per_s <= fastest * (LEAST_GAIN if found is not None else 1):
             break
-        least, is_found = least_of(chain, has_room)
-        if is_found and whole(least).excess_bytes > 0:
-            # What the allocator reserves needs more: of the choices that are faster, the first that fits.
-            rest, is_found = chain[chain.index(least) :], whole(chain[-1]).excess_bytes <= 0
-            if is_found:
-                rest = rest[: max(1, bisect_left(rest, True, key=is_slow))]
-                least, is_found = least_of(rest, lambda one: whole(one).excess_bytes <= 0)
-        if is_found and (plan := whole(least)).verdict == "fits" and plan.tokens_per_s > fastest:
+        guess = place + ceil(reserved_bytes / each_bytes)
+        least = first_below(chain, lambda one: whole(one).excess_bytes, guess, each_bytes, first=place)
+        plan = None if least is None else whole(chain[least])
+        if plan is not None and plan.verdict == "fits" and plan.tokens_per_s > fastest:
             found, fastest = plan, plan.tokens_per_s
     return found
+
+
+def first_below(
+    chain: Chain,
+    excess_of: Callable[[Offload | None], float],
+    place: int,
+    each_bytes: float,
+    *,
+    first: int | None = None,
+) -> int | None:
+    """Return the place of the first choice that has room; None if none has.
+
+    Args:
+        excess_of: returns the bytes that have no room, which fall nearly evenly from choice to choice.
+        place: the first choice to look at.
+        each_bytes: how much less a choice takes than the choice before it, roughly.
+        first: the first that may have room. By default any may, and the search ends at a choice that has less room than
+            the choice before it takes more.
+    """
+    low, high, before = -1 if first is None else first - 1, len(chain), None
+    for is_between in cycle((False, False, True)):
+        place = min(max(place, low + 1), high - 1)
+        excess_bytes = excess_of(chain[place])
+        if before is not None and (fallen := (before[1] - excess_bytes) / (place - before[0])) > 0:
+            each_bytes = fallen
+        before = place, excess_bytes
+        low, high = (low, place) if excess_bytes <= 0 else (place, high)
+        if high - low == 1 or (first is None and -each_bytes < excess_bytes <= 0):
+            break
+        # Where memory does not fall evenly, a step of each_bytes may be short: each third one halves what is left.
+        place = (low + high) // 2 if is_between and high < len(chain) else place + ceil(excess_bytes / each_bytes)
+    return high if high < len(chain) else None

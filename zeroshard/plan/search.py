@@ -178,10 +178,15 @@ def search(
         for ranks, row, batch, tensor, pipe in product(sizes, rows, sorted(batches), tensors, pipes)
         for options in _widths(_over(start, world_size=ranks, row=row, batch=batch, tensor=tensor, pipe=pipe))
     ]
-    configurations = [one for one in (_checked(shape, one, batch_tokens) for one in asked) if one is not None]
+    configurations, refusals = list[Options](), list[ValueError]()
+    for options in asked:
+        try:
+            configurations.append(_checked(shape, options, batch_tokens))
+        except ValueError as refusal:
+            refusals.append(refusal)
     if not configurations:
         asked_tokens = f" with batch_tokens={batch_tokens}" * (batch_tokens is not None)
-        raise ValueError(f"No configuration of {shape.name} on {world_size} ranks{asked_tokens} has sizes that divide.")
+        raise ValueError(f"No configuration of {shape.name} on {world_size} ranks{asked_tokens}: {refusals[0]}")
     simulated, bounds, done = Simulated(shape), list[Candidate](), 0
 
     def tell(looked_at: int) -> None:
@@ -253,17 +258,18 @@ def _widths(options: Options) -> Iterator[Options]:
         yield dataclasses.replace(options, replicas=replicas)
 
 
-def _checked(shape: Transformer, options: Options, batch_tokens: int | None) -> Options | None:
-    """Return a configuration with the micro-batches of its step; None where its sizes do not divide."""
+def _checked(shape: Transformer, options: Options, batch_tokens: int | None) -> Options:
+    """Return a configuration with the micro-batches of its step.
+
+    Raises:
+        ValueError: its sizes do not divide.
+    """
     if options.tensor > options.device.node_ranks:
-        return None
-    try:
-        if batch_tokens is not None:
-            options = dataclasses.replace(options, micro_batches=micro_batches_of(batch_tokens, options))
-        check_options(options)
-        check_shape(shape, options)
-    except ValueError:
-        return None
+        raise ValueError(f"tensor={options.tensor} is more than the {options.device.node_ranks} ranks of a node.")
+    if batch_tokens is not None:
+        options = dataclasses.replace(options, micro_batches=micro_batches_of(batch_tokens, options))
+    check_options(options)
+    check_shape(shape, options)
     return options
 
 
