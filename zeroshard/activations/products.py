@@ -37,7 +37,7 @@ from zeroshard.torch_private import (
 )
 from zeroshard.tree import find, map_tensors
 
-__all__ = ["COLUMN", "Products"]
+__all__ = ["COLUMN", "Products", "argument_of"]
 
 Tensor = torch.Tensor
 
@@ -177,16 +177,20 @@ def _is_kept(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -
     """
     if _packet(func) not in KEPT:
         return False
-    place = _dropout_place(func)
-    drawn = (kwargs or {}).get("dropout_p", args[place] if place < len(args) else 0.0)
-    return not drawn
+    return not argument_of(func, args, kwargs or {}, "dropout_p")
+
+
+def argument_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], name: str) -> Any:
+    """Return an argument of a call of an operation; None where it is not given, or the operation has none."""
+    place = _place_of(func, name)
+    return args[place] if place < len(args) else kwargs.get(name)
 
 
 @functools.cache
-def _dropout_place(func: Any) -> int:
-    """Return the place of an operation's argument `dropout_p`, or one after all arguments."""
+def _place_of(func: Any, name: str) -> int:
+    """Return the place of an argument of an operation, or one after all arguments."""
     names = [argument.name for argument in func._schema.arguments]
-    return names.index("dropout_p") if "dropout_p" in names else len(names)
+    return names.index(name) if name in names else len(names)
 
 
 def _packet(func: Any) -> Any:

@@ -139,10 +139,6 @@ class Trace:
         """Live bytes after each event."""
         return tuple(accumulate(event.nbytes for event in self.events))
 
-    def phase_at(self, order: int) -> Phase:
-        """Return the phase of an event, or of the last event if `order` is past the end."""
-        return self.events[min(order, len(self.events) - 1)].phase
-
     def saved_bytes(self) -> int:
         """Return all bytes that the forward keeps for the backward."""
         return sum(one.nbytes for one in self.events if one.nbytes > 0 and one.storage in self.saved)

@@ -21,7 +21,7 @@ Note: what fake tensors change
 import math
 import weakref
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from types import MappingProxyType
 from typing import Any, Final, final
@@ -30,6 +30,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import flop_registry
 
+from zeroshard.activations.products import argument_of
 from zeroshard.plan.machine.hardware import Cost
 from zeroshard.plan.shape.tape import Exchange
 from zeroshard.plan.trace.events import Category, Event, Landed, Marked, Phase, Trace
@@ -419,17 +420,11 @@ def _flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> float:
     formula = flop_registry.get(packet)
     flops = 0.0 if formula is None else float(formula(*args, **kwargs, out_val=out))
     # The formulas count masked blocks, which the kernels of causal attention leave out.
-    return flops / 2 if _is_attention(func) and _argument_of(func, args, kwargs, "is_causal") else flops
+    return flops / 2 if _is_attention(func) and argument_of(func, args, kwargs, "is_causal") else flops
 
 
 def _is_attention(func: Any) -> bool:
     return "attention" in str(func)
-
-
-def _argument_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], name: str) -> Any:
-    """Return an argument of a call of an operation; None where it is not given, or the operation has none."""
-    names = [one.name for one in func._schema.arguments[: len(args)]]
-    return args[names.index(name)] if name in names else kwargs.get(name)
 
 
 def _is_in_place(func: Any) -> bool:
