@@ -1921,7 +1921,7 @@ TWO_A_ROOM = (
     Bug(
         "a loader draws its epochs from one seed",
         "loader.py",
-        "sampler.set_epoch(self.epoch)",
+        "sampler.set_epoch(_Epoch(self.epoch))",
         "sampler.set_epoch(0)",
         "tests/checkpoint/test_options.py::test_each_epoch_has_its_own_order",
     ),

@@ -45,6 +45,14 @@ class Stateful(Protocol):
 
 
 @final
+class _Epoch(int):
+    """An epoch that `Resumable` gave to a sampler; an equal number that user code sets later is another object."""
+
+    def __reduce__(self) -> tuple[type[int], tuple[int]]:
+        return int, (int(self),)  # a file or a worker that gets the sampler needs no class of ours
+
+
+@final
 class Resumable(Generic[_T]):
     """A data loader of torch that continues where a checkpoint was saved: same epoch, same batch, same order.
 
@@ -89,9 +97,10 @@ class Resumable(Generic[_T]):
         if not self._resumes:
             self.epoch += self._read > 0
             asked: Any = getattr(sampler, "epoch", self._given)
-            self.epoch = self.epoch if asked == self._given else asked
+            is_ours = asked is self._given or (asked == self._given and not isinstance(self._given, _Epoch))
+            self.epoch = self.epoch if is_ours else int(asked)
         if hasattr(sampler, "set_epoch"):
-            sampler.set_epoch(self.epoch)
+            sampler.set_epoch(_Epoch(self.epoch))
         self._given = getattr(sampler, "epoch", None)
         now = torch.get_rng_state(), np.random.get_state(), random.getstate()
         skipped = self._read if self._resumes else 0

@@ -1,8 +1,10 @@
 """Options of a save: who may read the files, the model alone, and the position in the data."""
 
 import os
+import pickle
+import random
 import stat
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -227,3 +229,38 @@ def test_an_epoch_that_is_left_early_counts(is_set: bool) -> None:
     expected = epochs(DataLoader(DATA, batch_size=3, sampler=plain), plain, sets=True)
     assert epochs(zs.Resumable(DataLoader(DATA, batch_size=3, sampler=own)), own, sets=is_set) == expected
     assert len({tuple(one) for one in expected}) == 3
+
+
+class Drawn(DistributedSampler[object]):
+    """A sampler that seeds torch's generator, and Python's, with the epoch itself."""
+
+    def __iter__(self) -> Iterator[Any]:
+        torch_order = torch.randperm(4, generator=torch.Generator().manual_seed(self.epoch)).tolist()
+        order = random.Random(self.epoch).sample(range(4, 8), 4)
+        return iter([*torch_order, *order])
+
+
+@pytest.mark.parametrize("kind", [DistributedSampler, Drawn])
+@pytest.mark.parametrize("asked", [(0, 0, 0), (0, 0, 1), (2, 2, 300, 300)])
+def test_an_epoch_that_is_set_again_is_read_again(kind: type[DistributedSampler[object]], asked: Sequence[int]) -> None:
+    def read_all(loader: Iterable[Any], sampler: DistributedSampler[object]) -> list[list[int]]:
+        found = []
+        for epoch in asked:
+            sampler.set_epoch(epoch)
+            found += [batch.tolist() for (batch,) in loader]
+        return found
+
+    own, plain = kind(DATA, 1, 0, seed=4), kind(DATA, 1, 0, seed=4)
+    expected = read_all(DataLoader(DATA, batch_size=8, sampler=plain), plain)
+    assert read_all(zs.Resumable(DataLoader(DATA, batch_size=8, sampler=own)), own) == expected
+
+
+def test_the_epoch_of_a_sampler_leaves_as_an_integer(tmp_path: Path) -> None:
+    """A file or a process that gets the sampler's epoch needs nothing of zeroshard."""
+    sampler = DistributedSampler[object](DATA, 1, 0)
+    list(zs.Resumable(DataLoader(DATA, sampler=sampler)))
+    copied: Any = pickle.loads(pickle.dumps(sampler))
+    zero = zs.shard(torch.nn.Linear(2, 2))
+    saved = zero.load(zero.save(tmp_path / "a", {"epoch": sampler.epoch})).extra["epoch"]
+    for one in (copied.epoch, saved, sampler.epoch + 1 - 1):
+        assert (type(one), one) == (int, 0)

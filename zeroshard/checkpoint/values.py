@@ -106,8 +106,10 @@ def encode(value: Any, where: str, depth: int = 0) -> Any:
     """
     if depth > MAX_DEPTH:
         raise CheckpointError(f"{where} is nested deeper than {MAX_DEPTH}.")
-    if value is None or isinstance(value, (bool, str)) or type(value) is int:
+    if value is None or isinstance(value, (bool, str)):
         return value
+    if isinstance(value, int):
+        return int(value)
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else {"$float": str(float(value))}
     if isinstance(value, Tensor):
