@@ -20,7 +20,7 @@ from typing import Any, Final, Generic, Protocol, TypeVar, final
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from zeroshard.checkpoint.values import decode, encode
 from zeroshard.join.start import accepted_by_all, texts_across_ranks
@@ -58,8 +58,9 @@ class Resumable(Generic[_T]):
 
     Pass it to `zero.save(path, loader=...)` and `zero.load(path, loader=...)`. At the start of each epoch it calls
     `set_epoch` of the sampler, if there is one, with its own count, or with an epoch that your code has set meanwhile.
-    An iteration that your code leaves early counts as an epoch. The batch size may change between the two and, with a
-    `DistributedSampler`, the number of ranks: samples that were read are not read again, to a batch.
+    An iteration that your code leaves early counts as an epoch. The batch size may change between the two (inside an
+    epoch, not with an `IterableDataset` over several workers) and, with a `DistributedSampler`, the number of ranks:
+    samples that were read are not read again, to a batch.
 
     Args:
         loader: a `DataLoader` over a dataset with or without an index.
@@ -137,6 +138,7 @@ class Resumable(Generic[_T]):
             "epoch": self.epoch,
             "batches": self._read,
             "batch_size": self.loader.batch_size,
+            "streams": self._streams,
             "generator": self._start.clone(),
             "generators": [one.clone() for one in own],
             "continues": self._continues if is_inside else self._stays and self._has_begun,
@@ -146,7 +148,8 @@ class Resumable(Generic[_T]):
         """Continue from a position: the next iteration begins there.
 
         Raises:
-            CheckpointError: the loader has other generators, or batches without a size.
+            CheckpointError: the loader has other generators; or, inside an epoch, a position that its batch size or
+                number of workers cannot divide: batches without a size, an `IterableDataset` over several workers.
         """
         here = self._own_states()
         own = state_dict.get("generators", here)
@@ -156,19 +159,27 @@ class Resumable(Generic[_T]):
                 "now: pass generator= as in the run that saved, or call zero.load() without loader=."
             )
         self.epoch, self._read = int(state_dict["epoch"]), int(state_dict["batches"])
-        size, before = self.loader.batch_size, state_dict.get("batch_size", self.loader.batch_size)
-        if size != before:
-            if not size or not before:
+        size, streams = now = self.loader.batch_size, self._streams
+        before = state_dict.get("batch_size", size), state_dict.get("streams", streams)
+        if self._read and now != before:
+            if not size or not before[0] or max(streams, before[1]) > 1:
                 raise CheckpointError(
-                    f"The loader was saved with batch_size={before}, and has {size} now, by which its position cannot "
-                    "be divided: use the size of before, or call zero.load() without loader=."
+                    f"The loader was saved with batch_size={before[0]} in {before[1]} stream(s), and has "
+                    f"batch_size={size} in {streams} now (an IterableDataset has a stream for each worker), by which "
+                    "its position in the epoch cannot be divided: use the values of before, save between epochs, or "
+                    "call zero.load() without loader=."
                 )
-            self._read = self._read * before // size
+            self._read = self._read * before[0] // size
         self._start, self._own_starts, self._resumes = state_dict["generator"], list(own), True
         self._continues = bool(state_dict.get("continues")) and self._stays
 
     def _own_states(self) -> list[torch.Tensor]:
         return [one.get_state() for one in _generators(self.loader)]
+
+    @property
+    def _streams(self) -> int:
+        """How many workers read a dataset without an index, each a part of it in batches of its own; otherwise 1."""
+        return max(1, self.loader.num_workers) if isinstance(self.loader.dataset, IterableDataset) else 1
 
     @property
     def _stays(self) -> bool:

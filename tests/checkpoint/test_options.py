@@ -10,7 +10,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    TensorDataset,
+    get_worker_info,
+)
 
 import zeroshard as zs
 from zeroshard.checkpoint.verify import verify
@@ -209,8 +217,42 @@ def test_another_batch_size_reads_what_is_left(before: int, now: int) -> None:
     second.load_state_dict(first.state_dict())
     found += read(second, 16 // now)
     assert sorted(number for batch in found for number in batch) == list(range(24))
-    with pytest.raises(zs.CheckpointError, match=f"batch_size={now}, and has None now"):
+    with pytest.raises(zs.CheckpointError, match=rf"batch_size={now} in 1 stream\(s\), and has batch_size=None"):
         zs.Resumable(DataLoader(DATA, batch_size=None)).load_state_dict(second.state_dict())
+
+
+class Parts(IterableDataset[int]):
+    """Numbers that the workers divide among themselves."""
+
+    def __iter__(self) -> Iterator[int]:
+        worker = get_worker_info()
+        return iter(range(24)) if worker is None else iter(range(worker.id, 24, worker.num_workers))
+
+
+@pytest.mark.parametrize(("before", "now"), [((3, 2), (2, 2)), ((3, 2), (3, 1)), ((3, 0), (3, 2))])
+def test_streams_of_workers_cannot_be_divided(before: tuple[int, int], now: tuple[int, int]) -> None:
+    def make(size: int, workers: int) -> zs.Resumable[torch.Tensor]:
+        return zs.Resumable(DataLoader(Parts(), size, num_workers=workers))
+
+    first = make(*before)
+    batches = iter(first)
+    next(batches)
+    position = first.state_dict()
+    text = rf"saved with batch_size=3 in {before[1] or 1} stream\(s\), and has batch_size={now[0]} in {now[1]} now"
+    with pytest.raises(zs.CheckpointError, match=text):
+        make(*now).load_state_dict(position)
+    same, another = make(*before), make(*now)
+    same.load_state_dict(position)
+    assert [one.tolist() for one in same] == [one.tolist() for one in batches]
+    another.load_state_dict(first.state_dict())  # between epochs there is nothing to divide
+    assert sorted(torch.cat(list(another)).tolist()) == list(range(24))
+
+
+def test_one_stream_is_divided() -> None:
+    first, second = (zs.Resumable(DataLoader(Parts(), size, num_workers=n)) for size, n in ((6, 0), (2, 1)))
+    next(iter(first))
+    second.load_state_dict(first.state_dict())
+    assert torch.cat(list(second)).tolist() == list(range(6, 24))
 
 
 @pytest.mark.parametrize("is_set", [False, True])
