@@ -58,9 +58,10 @@ class Resumable(Generic[_T]):
 
     Pass it to `zero.save(path, loader=...)` and `zero.load(path, loader=...)`. At the start of each epoch it calls
     `set_epoch` of the sampler, if there is one, with its own count, or with an epoch that your code has set meanwhile.
-    An iteration that your code leaves early counts as an epoch. The batch size may change between the two (inside an
-    epoch, not with an `IterableDataset` over several workers) and, with a `DistributedSampler`, the number of ranks:
-    samples that were read are not read again, to a batch.
+    An iteration that your code leaves early counts as an epoch from the next iteration on; a state that is saved before
+    it resumes where the epoch was left. The batch size may change between the two (inside an epoch, not with an
+    `IterableDataset` over several workers) and, with a `DistributedSampler`, the number of ranks: samples that were
+    read are not read again, to a batch.
 
     Args:
         loader: a `DataLoader` over a dataset with or without an index.
@@ -82,7 +83,7 @@ class Resumable(Generic[_T]):
     def __init__(self, loader: DataLoader[_T]) -> None:
         self.loader = loader
         self.epoch = 0
-        """The number of epochs that were read."""
+        """The number of epochs that were read; one that was left early counts from the next iteration on."""
         self._read, self._start = 0, torch.get_rng_state()
         self._own_starts = self._own_states()
         self._given = getattr(getattr(loader, "sampler", None), "epoch", None)
