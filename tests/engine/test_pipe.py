@@ -224,6 +224,13 @@ def places_differ() -> dict[str, str]:
     zero = shard(part)
     found["agree"] = str([zero.agree(rank != dist.get_rank()) for rank in range(5)])
     run_pass(part, mesh, 0, zero.mesh.rank)
+    part.requires_grad_(place == 1)
+    average = zero.ema(0.5)
+    part.requires_grad_(True)
+    run_pass(part, mesh, 0, zero.mesh.rank)
+    zero.optimizers[0].step()
+    found["average"] = raised(lambda: average.swapped().__enter__())
+    run_pass(part, mesh, 0, zero.mesh.rank)
     found["single"] = raised(lambda: nn.utils.clip_grad_norm_(part.parameters(), 1.0, foreach=False))
     return found
 
@@ -237,6 +244,7 @@ DIFFER = {
     "step": r"(?s)different places of the program:.*step 0 of optimizer 0.*agree",
     "norm": r"(?s)different places of the program:.*a 2-norm over the places of the pipe.*agree",
     "agree": r"\[False, False, False, False, True\]",
+    "average": r"(?s)different places of the program:.*was trained; zero\.ema\(\) left it out.*rank 2: swapped",
     "single": r"The norm of one gradient \('\S+'\) says nothing of other places",
 }
 

@@ -119,7 +119,7 @@ def test_what_is_trained_later_is_exchanged_or_refused(is_frozen_before: bool) -
     by_rank = run_ranks(unfrozen, 4, is_frozen_before, timeout_s=TIMEOUT_S)
     for text, values in by_rank:
         if is_frozen_before:
-            assert "is trained; zs.shard(outer=) left it out as frozen: freeze it after that." in text
+            assert "was trained; zs.shard(outer=) left it out as frozen: freeze it after that." in text
         else:
             assert not text and torch.equal(values, by_rank[0][1])
 

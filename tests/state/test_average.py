@@ -197,7 +197,7 @@ def test_what_is_trained_later_is_averaged_or_refused(is_frozen: bool) -> None:
     models.stack_loss(model, 0, 0).backward()
     optimizer.step()
     if is_frozen:
-        with pytest.raises(RuntimeError, match=r"'blocks\.0\..*' is trained; zero\.ema\(\) left it out as frozen"):
+        with pytest.raises(RuntimeError, match=r"'blocks\.0\..*' was trained; zero\.ema\(\) left it out as frozen"):
             average.update()
         return
     with zero.gathered():
@@ -205,6 +205,44 @@ def test_what_is_trained_later_is_averaged_or_refused(is_frozen: bool) -> None:
     average.update()
     with average.swapped(), zero.gathered():
         assert_same(expected, {name: p.detach().clone() for name, p in model.named_parameters()})
+
+
+def thawed(stage: int, is_used: bool) -> list[str]:
+    """Thaw a block for the second of three steps, and use it there, or not; return what the average says then."""
+    model = models.build(models.Stack)
+    optimizer, found = models.adamw(model), list[str]()
+    block = model.blocks[0].requires_grad_(False)
+    zero = zs.shard(model, optimizer, stage=stage, settings=zs.Settings(watchdog_s=WATCHDOG_S))
+    average = zero.ema(DECAY)
+    for number in range(3):
+        block.requires_grad_(is_used and number == 1)
+        models.stack_loss(model, number, zero.mesh.rank).backward()
+        block.requires_grad_(number == 1)
+        optimizer.step()
+        optimizer.zero_grad()
+    block.requires_grad_(False)
+    with zero.gathered(writeback=True):
+        block.norm.weight.data.mul_(2)  # changed, but not trained
+    for use in (average.update, average.swapped().__enter__):
+        try:
+            use()
+            found.append("")
+        except RuntimeError as error:
+            found.append(str(error))
+    return found
+
+
+def thawed_at_all_stages() -> list[tuple[list[str], list[str]]]:
+    return [(thawed(stage, True), thawed(stage, False)) for stage in STAGES]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_was_trained_between_updates_and_is_frozen_again_is_refused(ranks: int) -> None:
+    for by_stage in run_ranks(thawed_at_all_stages, ranks, timeout_s=TIMEOUT_S):
+        for used, unused in by_stage:
+            for text in used:
+                assert "'blocks.0.norm.weight'" in text and "was trained; zero.ema() left it out as frozen" in text
+            assert unused == ["", ""]
 
 
 def average_apart() -> list[str]:

@@ -96,8 +96,8 @@ class Bucket(Ending):
         self.parameters: list[torch.nn.Parameter] = []
         """The model's parameters that are views of the bucket, in order."""
         self.changes = Changes(spec.names, self.parameters, self.full, is_whole=spec.is_whole)
-        self.has_states = False
-        """Whether an optimizer updates the bucket."""
+        self.has_states, self.trained = False, 0
+        """Whether an optimizer updates the bucket, and the number of its steps that had a gradient of it."""
         self._is_left = False
         """Whether the memory of `full` could not be released."""
         self._lent: list[Any] = []

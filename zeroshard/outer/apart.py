@@ -16,7 +16,7 @@ from zeroshard.table.bytes import add_bytes
 from zeroshard.table.cells import Cell
 from zeroshard.table.trace import Memory
 from zeroshard.update.optimizer import ShardedOptimizer
-from zeroshard.whole.masters import check_trained
+from zeroshard.whole.masters import check_trained, left_out
 
 __all__ = ["Apart", "with_states"]
 
@@ -47,7 +47,7 @@ class Apart(ABC):
 
     def __init__(self, engine: Engine, optimizers: Sequence[ShardedOptimizer]) -> None:
         self._engine, self._optimizers = engine, optimizers
-        self._exchanged = [bucket for unit in engine.units for bucket in unit.reducible()]
+        self._left = left_out(engine)
         self.steps = 0
         """Steps so far, skipped ones included."""
         self._seen, self._before = 0, list[int]()
@@ -72,7 +72,7 @@ class Apart(ABC):
             return
         self._seen = count
         self.steps += 1
-        check_trained(self._engine, self._exchanged, "zs.shard(outer=)")
+        check_trained(self._engine, self._left, "zs.shard(outer=)")
         self.exchange()
 
     @abstractmethod

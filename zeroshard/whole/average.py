@@ -15,7 +15,7 @@ from zeroshard.core.engine import Engine
 from zeroshard.store.stored import is_stored
 from zeroshard.table.trace import Memory
 from zeroshard.torch_private import foreach_lerp_
-from zeroshard.whole.masters import check_trained, follow_masters
+from zeroshard.whole.masters import check_trained, follow_masters, left_out, trained_since
 
 __all__ = ["Average", "count_averages"]
 
@@ -58,7 +58,7 @@ class Average:
         engine.order.votes.span(place)
         if not isinstance(decay, int | float) or not 0.0 <= decay < 1.0:
             raise ValueError(f"decay must be in [0, 1), such as 0.999; got {decay!r}.")
-        self._engine, self.decay = engine, decay
+        self._engine, self.decay, self._left = engine, decay, left_out(engine)
         self._buckets: list[Bucket] = [bucket for unit in engine.units for bucket in unit.reducible()]
         self._averages = [master.detach().clone() for master in self._masters]
         self._updates, self.is_swapped = 0, False
@@ -81,13 +81,13 @@ class Average:
         Call it after `optimizer.step()`. Collective: none.
 
         Raises:
-            RuntimeError: called inside `swapped()`, where the parameters are the average, or a parameter is trained
-                that was frozen at `zero.ema()`.
+            RuntimeError: called inside `swapped()`, where the parameters are the average, or a parameter was
+                trained since that was frozen at `zero.ema()`.
         """
         if self.is_swapped:
             raise RuntimeError(f"{self._engine.mesh} update() inside swapped(): leave the context first.")
         self._engine.learn()
-        check_trained(self._engine, self._buckets, "zero.ema()")
+        check_trained(self._engine, self._left, "zero.ema()")
         pairs = list(zip(self._averages, self._masters, strict=True))
         if here := [pair for pair in pairs if not is_stored(pair[1])]:
             averages, masters = zip(*here, strict=True)
@@ -106,8 +106,8 @@ class Average:
         `restore()` on every rank before you continue.
 
         Raises:
-            RuntimeError: called inside another `swapped()`, `gathered()` or a pass, or parameters were changed inside;
-                the changes are lost.
+            RuntimeError: called inside another `swapped()`, `gathered()` or a pass, or a parameter was trained that was
+                frozen at `zero.ema()`, or parameters were changed inside; the changes are lost.
 
         Collective: at stages 1 and 2, an all-gather of parameters on entry and on exit; every rank must enter.
         """
@@ -116,7 +116,9 @@ class Average:
         if self._engine.gathered is not None:
             raise RuntimeError(f"{self._engine.mesh} swapped() inside gathered(): enter gathered() inside it instead.")
         self._engine.leave_passes("swapped()")
-        self._engine.order.settle(f"swapped() after {self._updates} update(s) of an average")
+        late = trained_since(self._left, "zero.ema()")  # at one place of a pipe, perhaps, which the others wait for
+        self._engine.order.settle(f"swapped() after {self._updates} update(s) of an average. {late}")
+        check_trained(self._engine, self._left, "zero.ema()")
         self._exchange()
         follow_masters(self._engine)
         updates = [bucket.updates for bucket in self._buckets]
