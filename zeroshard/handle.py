@@ -23,6 +23,7 @@ from zeroshard.account.summary import summarize
 from zeroshard.checkpoint.contents import How
 from zeroshard.checkpoint.islands import load_islands
 from zeroshard.checkpoint.load import Loaded, load
+from zeroshard.checkpoint.reader import path_of
 from zeroshard.checkpoint.save import Saver
 from zeroshard.core.engine import Engine
 from zeroshard.core.norms import norms_of
@@ -475,6 +476,7 @@ class Zero:
         Raises:
             CheckpointError: on every rank, with the reason of one rank; nothing was committed, unless the text says so.
             RuntimeError: called inside a pass or `gathered()`.
+            TypeError: `path` is no path, or `extra` no mapping.
 
         Collective: all-reduces of a few bytes and an all-gather of checksums; every rank must call.
 
@@ -488,6 +490,9 @@ class Zero:
             assert zero.load(zs.latest(folder)).extra == {"epoch": 2}
         ```
         """
+        path = path_of(path, f"{self.mesh} zero.save(path)")
+        if extra is not None and not isinstance(extra, Mapping):
+            raise TypeError(f"{self.mesh} zero.save(extra=) takes a mapping, such as {{'epoch': 2}}; got {extra!r}.")
         if loader is not None:
             extra = states_of(self.mesh.across, loader, extra or {})
         how = How(step, keep, model_only, mode)
@@ -542,7 +547,7 @@ class Zero:
         Raises:
             CheckpointError: on every rank; the text names the file, and says whether memory is unchanged.
             RuntimeError: called inside a pass or `gathered()`.
-            TypeError: the path is None, which `zs.latest` returns where there is no checkpoint.
+            TypeError: `path` is no path; `zs.latest` returns None where there is no checkpoint.
 
         Collective: all-reduces of a few bytes, and an all-gather of parameters at stages 1 and 2; every rank must call.
         """
@@ -551,6 +556,7 @@ class Zero:
                 f"{self.mesh} zero.load(None): zs.latest() returns None where it finds no checkpoint. Start from the "
                 "beginning then: `if (path := zs.latest(folder)) is not None: zero.load(path)`."
             )
+        path = path_of(path, f"{self.mesh} zero.load(path)")
         self._saver.wait("zero.load()")
         start = load if self._together is None else functools.partial(load_islands, islands=self._together)
         loaded = start(self._engine, self._model, self._sharded, path, model_only=model_only, cast=cast)

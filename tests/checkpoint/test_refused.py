@@ -1,6 +1,7 @@
 """What cannot be saved or loaded is refused on every rank, before anything changes, and the text says what to do."""
 
 import os
+import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -182,6 +183,27 @@ def test_calls_out_of_order(tmp_path: Path) -> None:
         assert clue in error_of(partial(trainer.zero.load, tmp_path / loaded))
     assert "does not begin with a dot" in error_of(lambda: trainer.zero.save(tmp_path / ".a"))
     assert "keep must be at least 2" in error_of(lambda: trainer.zero.save(tmp_path / "a-1", keep=1))
+
+
+@pytest.mark.parametrize("wrong", [3, b"runs"])
+def test_what_is_no_path_is_refused_by_name(wrong: Any) -> None:
+    zero = small.Small().zero
+    calls: dict[str, Callable[[Any], Any]] = {
+        "zero.save(path)": zero.save,
+        "zero.load(path)": zero.load,
+        "zs.latest(folder)": zs.latest,
+        "zs.list_checkpoints(folder)": zs.list_checkpoints,
+    }
+    for what, call in calls.items():
+        with pytest.raises(TypeError, match=re.escape(f"{what} takes a path, ") + f".*; got {wrong!r}"):
+            call(wrong)
+
+
+@pytest.mark.parametrize("extra", [3, 0, [("epoch", 1)]])
+def test_extra_that_is_no_mapping_is_refused_by_name(extra: Any, tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=re.escape(f"such as {{'epoch': 2}}; got {extra}.")):
+        small.Small().zero.save(tmp_path / "a", extra)
+    assert list(tmp_path.iterdir()) == []
 
 
 VALUES = [

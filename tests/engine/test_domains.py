@@ -197,6 +197,12 @@ def exchange() -> tuple[list[float], list[float], float, list[str], str]:
     )
 
 
+@pytest.mark.parametrize("wrong", [3, None, [1.0]])
+def test_what_is_no_tensor_is_not_gathered(wrong: Any) -> None:
+    with pytest.raises(TypeError, match=r"gather_across_ranks\(\) takes a tensor, .* got"):
+        zs.gather_across_ranks(wrong)
+
+
 def test_values_are_gathered_in_the_order_of_the_mesh() -> None:
     for rank, (part, whole, mean, texts, refused) in enumerate(run_ranks(exchange, 4, timeout_s=TIMEOUT_S)):
         ranks = ORDER[0] if rank in ORDER[0] else ORDER[1]

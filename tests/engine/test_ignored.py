@@ -120,8 +120,11 @@ def test_what_cannot_be_ignored_is_refused() -> None:
         shard(["owner.*"], others)
     with pytest.raises(ValueError, match="ignored= has Linear, which is not a parameter"):
         shard([nn.Linear(2, 2)], others)
-    with pytest.raises(TypeError, match="takes a list of parameters, modules or names; got Linear itself"):
+    with pytest.raises(TypeError, match=r"takes a list of parameters, modules or names; got Linear, no list\."):
         shard(lambda model: model.own, others)
+    for wrong, kind in ((None, "NoneType"), (3, "int"), (lambda model: model.own.parameters(), "generator")):
+        with pytest.raises(TypeError, match=rf"ignored= takes a list .* got {kind}, no list\."):
+            shard(wrong)
     with pytest.raises(TypeError, match="takes parameters, modules and patterns of parameter names; got 3"):
         shard([3], others)
     with pytest.raises(ValueError, match=r"Parameter 'own\.weight' is ignored"):

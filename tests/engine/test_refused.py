@@ -157,9 +157,24 @@ def unit_of_a_wrong_kind() -> None:
     shard(model, models.adamw(model), units=[3])
 
 
-def unknown_forward_method() -> None:
+def unknown_forward_method(methods: Any = ("generate",)) -> None:
     model = models.build(models.Stack)
-    shard(model, models.adamw(model), forward_methods=("generate",))
+    shard(model, models.adamw(model), forward_methods=methods)
+
+
+OPTIONS = {
+    "shared_memory": ("no", "True or False"),
+    "compare_inputs": ("x", "True or False"),
+    "elementwise": ("x", "True, False or None"),
+    "device_bytes": (-1, "a number of bytes above 0, or None"),
+    "wire_bytes": (1.5, "a number of bytes above 0"),
+    "buffers": ("rank 1", "'rank 0', 'own' or 'mean'"),
+}
+
+
+def option_of_no_value(name: str) -> None:
+    model = models.build(models.Stack)
+    shard(model, models.adamw(model), **{name: OPTIONS[name][0]})
 
 
 def not_a_module() -> None:
@@ -214,6 +229,19 @@ AT_SHARD: dict[str, tuple[Callable[[], None], tuple[type[Exception], ...], list[
     "unit elsewhere": (unit_of_another_model, (ValueError,), ["units", "Block"]),
     "unit kind": (unit_of_a_wrong_kind, (TypeError,), ["units", "3"]),
     "forward method": (unknown_forward_method, (ValueError, AttributeError), ["generate"]),
+    "forward methods": (
+        partial(unknown_forward_method, 3),
+        (TypeError,),
+        [r"forward_methods=\)", "list of names", "3"],
+    ),
+    **{
+        name: (
+            partial(option_of_no_value, name),
+            (ValueError,),
+            [rf"Settings\({name}=\) must be {text}; got {value!r}"],
+        )
+        for name, (value, text) in OPTIONS.items()
+    },
     "no module": (not_a_module, (TypeError,), ["Module", "list"]),
     "differentiable": (differentiable, (ValueError,), ["AdamW", "autograd", "leaves"]),
     "capturable": (partial(capturable, stage=2), (ValueError,), CAPTURABLE),

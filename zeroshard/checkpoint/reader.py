@@ -14,6 +14,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import groupby
+from os import PathLike
 from pathlib import Path
 from typing import final
 
@@ -31,10 +32,24 @@ from zeroshard.checkpoint.manifest import (
 from zeroshard.checkpoint.ranges import Spec, make_header
 from zeroshard.table.errors import CheckpointError
 
-__all__ = ["CheckpointReader", "Source", "clue_of", "opened", "read_exactly", "read_manifest", "read_text"]
+__all__ = ["CheckpointReader", "Source", "clue_of", "opened", "path_of", "read_exactly", "read_manifest", "read_text"]
 
 KEPT_BLOCKS = 4
 """Blocks of 4 MiB that a reader keeps: its whole memory, beside what it hands out."""
+
+
+def path_of(value: object, what: str) -> Path:
+    """Return an argument as a path.
+
+    Args:
+        what: the call and its argument, as in "zs.latest(folder)".
+
+    Raises:
+        TypeError: it is none.
+    """
+    if not isinstance(value, str | PathLike):
+        raise TypeError(f"{what} takes a path, such as 'runs/a' or a pathlib.Path; got {value!r}.")
+    return Path(value)
 
 
 class Source(ABC):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from zeroshard.checkpoint import files
 from zeroshard.checkpoint.manifest import ISLANDS, MANIFEST, Manifest
-from zeroshard.checkpoint.reader import CheckpointReader, read_manifest
+from zeroshard.checkpoint.reader import CheckpointReader, path_of, read_manifest
 from zeroshard.table.errors import CheckpointError, printable
 
 __all__ = ["Listed", "latest", "list_below", "list_checkpoints", "verify"]
@@ -77,7 +77,7 @@ def list_checkpoints(folder: str | Path) -> list[Listed]:
         assert [one.step for one in zs.list_checkpoints(folder)] == [3]
     ```
     """
-    root = Path(folder)
+    root = path_of(folder, "zs.list_checkpoints(folder)")
     if not root.is_dir():
         raise CheckpointError(f"{root}: {'this is a file' if root.exists() else 'the folder does not exist'}.")
     if (own := _look(root)) is not None and not own.problem:
@@ -138,7 +138,7 @@ def latest(folder: str | Path) -> Path | None:
         assert zs.latest(folder).name == "step-1"
     ```
     """
-    if not Path(folder).exists():
+    if not path_of(folder, "zs.latest(folder)").exists():
         return None
     found = list_checkpoints(folder)
     # The step of a checkpoint with an unreadable manifest is unknown: it may have been the newest.

@@ -11,7 +11,7 @@ Note: what ignored means
     rank 0's values (`values/materialize.py`). Ignored parameters with values keep them, independent of initializers.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
 
 from torch import nn
@@ -27,10 +27,11 @@ def ignored_of(model: nn.Module, asked: Sequence[object]) -> Mapping[int, str]:
 
     Raises:
         ValueError: an item is not in the model.
-        TypeError: an item is not a parameter, a module or a pattern.
+        TypeError: it is no list, or an item is not a parameter, a module or a pattern.
     """
-    if isinstance(asked, str | nn.Module | nn.Parameter):
-        raise TypeError(f"ignored= takes a list of parameters, modules or names; got {type(asked).__name__} itself.")
+    # A generator would be empty at the second look.
+    if isinstance(asked, str | nn.Module | nn.Parameter) or not isinstance(asked, Collection):
+        raise TypeError(f"ignored= takes a list of parameters, modules or names; got {type(asked).__name__}, no list.")
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     modules = {id(module) for module in model.modules()}
     found: dict[int, str] = {}

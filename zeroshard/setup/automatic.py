@@ -132,7 +132,7 @@ def free_bytes(mesh: Mesh, settings: Settings, model: nn.Module) -> int | None:
     held = (*model.parameters(), *model.buffers()) if isinstance(model, nn.Module) else ()  # `describe` refuses others
     free += sum(one.nbytes for one in held if one.device == mesh.device)
     least = int(gather_across_ranks(torch.tensor([free], device="cpu"), mesh).min())
-    return least if settings.device_bytes is None else min(least, settings.device_bytes)
+    return min(least, settings.device_bytes) if isinstance(settings.device_bytes, int) else least
 
 
 def _host_bytes(mesh: Mesh) -> int:

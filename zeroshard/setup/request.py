@@ -156,17 +156,11 @@ def describe(request: Request, joined: Mesh, forms_of: FormsOf) -> Described:
     model, settings = request.model, request.settings
     if not isinstance(settings, Settings):
         raise TypeError(f"settings must be a zs.Settings; got {settings!r}.")
-    check_seconds(watchdog_s=settings.watchdog_s, heartbeat_s=settings.heartbeat_s)
-    if type(settings.wire_bytes) is not int or settings.wire_bytes <= 0:
-        raise ValueError(f"Settings(wire_bytes=) must be a number of bytes above 0; got {settings.wire_bytes!r}.")
+    _check_settings(settings)
     resolved = resolve(request.asked, joined.world_size)
     precision, mesh = precision_of(resolved.precision), _lay_out(joined, resolved.axes, request.mesh)
     _check_reduction(request.reduction)
     optimizers = optimizers_of(request.optimizer)
-    if settings.non_finite not in ("raise", "skip"):
-        raise ValueError(f"Settings(non_finite=) must be 'raise' or 'skip'; got {settings.non_finite!r}.")
-    if settings.buffers not in ("rank 0", "own", "mean"):
-        raise ValueError(f"Settings(buffers=) must be 'rank 0', 'own' or 'mean'; got {settings.buffers!r}.")
     _check_model(model, settings.forward_methods, mesh, request.ignored)
     ignored = ignored_of(model, request.ignored)
     _check_devices(model, mesh, ignored)
@@ -229,6 +223,27 @@ def _refuse_shared_memory(model: nn.Module, mesh: Mesh) -> None:
             last, last_stop, is_trained = name, place + nbytes, trains
 
 
+def _check_settings(settings: Settings) -> None:
+    """Raise unless each option has one of its values; `_check_model` checks the names of methods."""
+    check_seconds(watchdog_s=settings.watchdog_s, heartbeat_s=settings.heartbeat_s)
+    size, flag = "a number of bytes above 0", "True or False"
+    for name, wanted, is_fine in (
+        ("wire_bytes", size, _is_size(settings.wire_bytes)),
+        ("device_bytes", f"{size}, or None", settings.device_bytes is None or _is_size(settings.device_bytes)),
+        ("shared_memory", flag, isinstance(settings.shared_memory, bool)),
+        ("compare_inputs", flag, isinstance(settings.compare_inputs, bool)),
+        ("elementwise", "True, False or None", isinstance(settings.elementwise, bool | None)),
+        ("non_finite", "'raise' or 'skip'", settings.non_finite in ("raise", "skip")),
+        ("buffers", "'rank 0', 'own' or 'mean'", settings.buffers in ("rank 0", "own", "mean")),
+    ):
+        if not is_fine:
+            raise ValueError(f"Settings({name}=) must be {wanted}; got {getattr(settings, name)!r}.")
+
+
+def _is_size(nbytes: object) -> bool:
+    return type(nbytes) is int and nbytes > 0
+
+
 def _check_reduction(reduction: object) -> None:
     is_number = isinstance(reduction, int | float) and not isinstance(reduction, bool)
     if reduction not in ("mean", "sum") and not (is_number and 0 < reduction < math.inf):  # type: ignore[operator]
@@ -243,8 +258,8 @@ def _check_model(model: nn.Module, forward_methods: Sequence[str], mesh: Mesh, a
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module; got {type(model).__name__}.")
-    if isinstance(forward_methods, str):
-        raise TypeError(f"Settings(forward_methods=) takes a list of names; got the string {forward_methods!r}.")
+    if isinstance(forward_methods, str) or not isinstance(forward_methods, Collection):
+        raise TypeError(f"Settings(forward_methods=) takes a list of names; got {forward_methods!r}.")
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             raise TypeError(

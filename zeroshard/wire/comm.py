@@ -325,6 +325,7 @@ def gather_across_ranks(tensor: Tensor, mesh: Mesh | DeviceMesh | None = None) -
             ranks of the default process group.
 
     Raises:
+        TypeError: `tensor` is none.
         ValueError: this rank is not in `mesh`.
 
     Collective: all-gather; every rank of the mesh must call, and the first call creates a process group of them.
@@ -335,6 +336,8 @@ def gather_across_ranks(tensor: Tensor, mesh: Mesh | DeviceMesh | None = None) -
     assert zs.gather_across_ranks(torch.ones(2)).shape == (1, 2)
     ```
     """
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"gather_across_ranks() takes a tensor, such as torch.tensor(3); got {tensor!r}.")
     if not dist.is_initialized():
         return tensor[None]
     own, ranks = dist.get_rank(), () if mesh is None else ranks_of(mesh)
