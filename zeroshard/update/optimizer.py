@@ -209,9 +209,11 @@ class ShardedOptimizer:
             return
         touched = [slot_of(master) for master in self.masters]
         buckets = sorted({slot.bucket for slot in touched}, key=lambda bucket: bucket.number)
+        is_told = engine.order.history.trace.is_detailed
         for bucket in (one for one in buckets if one.grads.has_any):
             bucket.trained += 1
-            bucket.tell("update", bucket.array().nbytes)
+            if is_told:
+                bucket.tell("update", bucket.array().nbytes)
         for bucket in buckets:
             bucket.follow_masters(is_filed_done=self.source.disk is not None)
         numbers = sorted({slot.unit for slot in touched if slot.bucket.spec.is_published})
