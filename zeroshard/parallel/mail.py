@@ -213,15 +213,16 @@ class Mail:
 
     # -- what the first message of a shape says -----------------------------------------------------------------------
 
-    def tell(self, chunk: int, micro_batch: int, shapes: int, told: Any = NOTHING) -> None:
-        """Tell the next chunk, before its first message in a step, the shapes of the inputs, and `told`, if anything.
+    def tell(self, chunk: int, micro_batch: int, shapes: int, trained: int, told: Any = NOTHING) -> None:
+        """Tell the next chunk, before its first message in a step, what its input follows from, and `told`, if any.
 
         Args:
-            shapes: a checksum of the shapes.
+            shapes: a checksum of the shapes of the model's inputs.
+            trained: a checksum of what is trained in this chunk and those before it.
             told: nested tuples, lists and mappings of borders, numbers and texts.
         """
         text = b"" if told is NOTHING else json.dumps(_encoded(told)).encode()
-        head = torch.tensor([shapes, len(text)], device="cpu")
+        head = torch.tensor([shapes, trained, len(text)], device="cpu")
         body = torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else None
         works = self._outputs.setdefault((chunk, micro_batch), [])
         for number, tensor in enumerate((head, body)):
@@ -229,18 +230,18 @@ class Mail:
                 tag = self._tag(Kind.RECEIVE_INPUT, chunk + 1, micro_batch, TENSORS - 1 - number)
                 works.append((self._comm.send(tensor, self._rank(chunk + 1), tag), tensor))
 
-    def hear(self, chunk: int, micro_batch: int) -> tuple[int, Any]:
-        """Return what the chunk before tells: the checksum of shapes, and the rest, or `NOTHING`."""
+    def hear(self, chunk: int, micro_batch: int) -> tuple[int, int, Any]:
+        """Return what the chunk before tells: the two checksums, and the rest, or `NOTHING`."""
         tags = [self._tag(Kind.RECEIVE_INPUT, chunk, micro_batch, TENSORS - 1 - number) for number in range(2)]
-        head = torch.zeros(2, dtype=torch.int64, device="cpu")
+        head = torch.zeros(3, dtype=torch.int64, device="cpu")
         with self.waits.waiting():
             self._comm.receive(head, self._rank(chunk - 1), tags[0]).wait()
-        shapes, size = head.tolist()
+        shapes, trained, size = head.tolist()
         if not size:
-            return shapes, NOTHING
+            return shapes, trained, NOTHING
         body = torch.empty(size, dtype=torch.uint8, device="cpu")
         self._comm.receive(body, self._rank(chunk - 1), tags[1]).wait()
-        return shapes, _decoded(json.loads(bytes(body.tolist())))
+        return shapes, trained, _decoded(json.loads(bytes(body.tolist())))
 
 
 def _encoded(value: Any) -> Any:

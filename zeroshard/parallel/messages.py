@@ -6,6 +6,7 @@ know what is computed between them.
 
 import zlib
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, final
 
 import torch
@@ -29,12 +30,18 @@ class Messages:
     """The messages of one step, or one evaluation.
 
     Args:
-        known: what is known of each chunk, by the key of inputs and the chunk.
+        known: what is known of each chunk, by the key of inputs, the chunk, and what is trained up to the chunk before
+            it and at this place; without the last, what the place before has told.
         key: the key of the inputs of this step: their shapes, and the mode.
+        before: for each chunk, a checksum of what is trained up to the chunk before it, as it was last told.
+        trained: a checksum of what is trained at this place.
     """
 
-    def __init__(self, mesh: Mesh, mail: Mail, known: dict[tuple[Any, int], Learned], key: Any) -> None:
+    def __init__(
+        self, mesh: Mesh, mail: Mail, known: dict[Any, Learned], key: Any, before: dict[int, int], trained: int
+    ) -> None:
         self._mesh, self._mail, self._known, self._key = mesh, mail, known, key
+        self._before, self._trained = before, trained
         self._incoming: dict[Action, Incoming] = {}
         self._sent: set[Turn] = set()
         """Gradients that were sent, by the chunk that sent them."""
@@ -49,11 +56,19 @@ class Messages:
 
     def learned(self, chunk: int) -> Learned:
         """Return what is known of a chunk."""
-        return self._known.setdefault((self._key, chunk), Learned())
+        told, key = self._keys(chunk)
+        if key not in self._known:
+            self._known[key] = replace(self._known.get(told, Learned()))
+        return self._known[key]
 
     def learn(self, chunk: int, learned: Learned) -> None:
         """Note what the first forward of a chunk found."""
-        self._known[self._key, chunk] = learned
+        self._known[self._keys(chunk)[1]] = learned
+
+    def _keys(self, chunk: int) -> tuple[Any, Any]:
+        """Return the keys of what the place before has told of a chunk, and of all that is known of it."""
+        before = self._key, chunk, self._before.get(chunk, 0)
+        return before, (*before, self._trained)
 
     def is_blank(self, chunk: int, micro_batch: int) -> bool:
         """Return whether a chunk gets no input, since the place before has failed."""
@@ -69,7 +84,7 @@ class Messages:
             return
         if kind is Kind.RECEIVE_INPUT and learned.is_heard:
             self._incoming[action] = self._mail.receive(*action, learned.arrives)
-        elif kind is Kind.RECEIVE_GRADIENT and learned.is_known:
+        elif kind is Kind.RECEIVE_GRADIENT and learned.is_known and (chunk == 0 or chunk in self._heard):
             borders = [one for one in learned.sent if one.has_gradient]
             self._incoming[action] = self._mail.receive(*action, borders)
 
@@ -84,10 +99,9 @@ class Messages:
         Raises:
             RankMismatchError: the place before has inputs of other shapes.
         """
-        learned = self.learned(chunk)
         if chunk == 0 or chunk in self._heard:
-            return learned
-        shapes, told = self._mail.hear(chunk, micro_batch)
+            return self.learned(chunk)
+        shapes, trained, told = self._mail.hear(chunk, micro_batch)
         if shapes != self._shapes:
             raise RankMismatchError(
                 f"{self._mesh} The place before this one on the pipe got inputs of other shapes than {self._key}. "
@@ -95,12 +109,14 @@ class Messages:
             )
         if told is None:
             self._blank.add((chunk, micro_batch))
-            return learned
+            return self.learned(chunk)
         self._heard.add(chunk)
+        self._before[chunk] = trained
         if told is not NOTHING:
-            learned.is_heard, learned.arrives, learned.heard = True, told["sent"], told["outputs"]
-            self.expect(Action(Kind.RECEIVE_INPUT, chunk, micro_batch))
-        return learned
+            for learned in (self._known.setdefault(self._keys(chunk)[0], Learned()), self.learned(chunk)):
+                learned.is_heard, learned.arrives, learned.heard = True, told["sent"], told["outputs"]
+        self.expect(Action(Kind.RECEIVE_INPUT, chunk, micro_batch))
+        return self.learned(chunk)
 
     def send_output(self, chunk: int, micro_batch: int, outputs: Sequence[Tensor]) -> None:
         """Send the output of a chunk: zeros after an exception, and nothing if its shapes are not known."""
@@ -111,7 +127,8 @@ class Messages:
                 told = None
             elif not learned.is_told:
                 told = {"sent": learned.sent, "outputs": {**learned.heard, **learned.outputs}}
-            self._mail.tell(chunk, micro_batch, self._shapes, told)
+            trained = zlib.crc32(f"{self._before.get(chunk, 0)} {self._trained}".encode())
+            self._mail.tell(chunk, micro_batch, self._shapes, trained, told)
             if learned.is_known:
                 learned.is_told = True
                 self._heard.add(chunk + 1)

@@ -19,6 +19,7 @@ Note: a place that fails
 """
 
 import functools
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -41,6 +42,7 @@ from zeroshard.parallel.messages import Messages, Turn
 from zeroshard.parallel.tied import Tied
 from zeroshard.table.errors import RankMismatchError
 from zeroshard.table.pipeline import RECEIVES, Action, Kind, Schedule, schedule_of
+from zeroshard.torch_private import NoSubclasses
 
 __all__ = ["Loss", "Runner"]
 
@@ -96,8 +98,10 @@ class Runner:
         self.finite = Finite(engine.mesh, training)
         self.compared = Compared(engine.mesh)
         engine.guard.origin = self.finite.told
-        self.known: dict[tuple[Any, int], Learned] = {}
-        """What is known of each chunk for inputs of a shape."""
+        self.known: dict[Any, Learned] = {}
+        """What is known of each chunk for inputs of a shape, as in `Messages`."""
+        self.trained_before: dict[int, int] = {}
+        """As in `Messages`."""
 
     def step(self, batch: Batch, *, is_last: bool) -> Tensor:
         """Run forwards and backwards of all micro-batches; return the mean loss.
@@ -153,7 +157,10 @@ class _Step:
         self._total = torch.zeros((), dtype=torch.float64, device=device)
         self._token = torch.zeros((), device=device, requires_grad=True)
         self._flights: dict[Turn, _Flight] = {}
-        self._messages = Messages(runner.engine.mesh, runner.mail, runner.known, self._key)
+        with NoSubclasses():
+            trained = bytes(one.requires_grad for unit in runner.engine.units for one in unit.parameters)
+        known = runner.known, self._key, runner.trained_before, zlib.crc32(trained)
+        self._messages = Messages(runner.engine.mesh, runner.mail, *known)
         self._twice = {action[1:] for action in schedule.actions[runner.own] if action.kind is Kind.RECOMPUTE}
         """Forwards that run twice."""
         self._repeated: list[tuple[Turn, First]] = []
@@ -351,7 +358,7 @@ class _Step:
             raise RuntimeError(
                 f"{self._where(chunk, micro_batch)} the chunk sends {now} to the next place, which expects {before}, "
                 "as for the first micro-batch of this shape. What crosses a border must depend on the shapes of the "
-                "inputs alone."
+                "inputs and on what is trained alone."
             )
 
     def _backward(self, chunk: int, micro_batch: int) -> None:
