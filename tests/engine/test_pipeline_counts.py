@@ -22,8 +22,8 @@ from zeroshard.testing import run_ranks
 TIMEOUT_S = 300
 WATCHDOG_S = 60.0
 DATA, MICRO, STEPS, DEPTH, ROWS = 2, 8, 3, 8, 4
-HEADER_BYTES = 16
-"""Told before the first message of a chunk in a step: a checksum of shapes, and the length of nothing."""
+HEADER_BYTES = 24
+"""Told before the first message of a chunk in a step: checksums of shapes and of what is trained, and a length of 0."""
 Case = tuple[str, int, str, str | None]
 """A schedule, a stage, when gradients are reduced, a cell of the parameters."""
 
