@@ -116,6 +116,9 @@ class Zero:
             # obj=None keeps Python from suggesting a similar name of this class, which would mislead here.
             raise AttributeError(f"'Zero' object has no attribute '{name}'.{hint}", name=name, obj=None)
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(f"{self!r} cannot be copied or pickled: it belongs to its process. Use zero.save(path).")
+
     def __repr__(self) -> str:
         if "_engine" not in vars(self):
             return "Zero(detached)"

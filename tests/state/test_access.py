@@ -3,6 +3,7 @@
 import copy
 import functools
 import io
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -175,3 +176,11 @@ def test_an_optimizer_is_not_pickled(stage: int) -> None:
     _, optimizer = made(stage, 1)
     with pytest.raises(TypeError, match=r"'.*' is sharded, so its optimizer cannot be pickled. Call zero.save"):
         torch.save(optimizer, io.BytesIO())
+
+
+@pytest.mark.parametrize("take", [copy.copy, copy.deepcopy, lambda zero: torch.save(zero, io.BytesIO())])
+def test_a_handle_is_not_copied_or_pickled(take: Callable[[zs.Zero], object]) -> None:
+    zero = zs.shard(nn.Linear(2, 2))
+    with pytest.raises(TypeError, match=r"^Zero\(.*6 parameters\) cannot be copied or pickled: .* Use zero\.save"):
+        take(zero)
+    zero.detach()

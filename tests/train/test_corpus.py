@@ -109,6 +109,22 @@ def test_damaged_cache_is_made_anew_and_never_read(damage, tmp_path):
     assert _cached(tmp_path) == path
 
 
+def test_a_text_that_changes_meanwhile_is_refused_and_not_cached(tmp_path, monkeypatch):
+    path, cache = tmp_path / "a.txt", tmp_path / "cache"
+    path.write_text("0123456789" * 10, "utf-8")
+    make = module._make
+
+    def append(*asked):
+        with path.open("a", encoding="utf-8") as file:
+            file.write("more")
+        return make(*asked)
+
+    monkeypatch.setattr(module, "_make", append)
+    with pytest.raises(ValueError, match=r"a\.txt changed while it was tokenized\. Run again"):
+        _corpus(cache, path)
+    assert list(cache.iterdir()) == []
+
+
 def test_tokens_are_mapped_not_read(tmp_path):
     corpus = _corpus(tmp_path)
     with open("/proc/self/maps") as maps:

@@ -91,7 +91,7 @@ def prepare_corpus(source: Source, tokenizer: Tokenizer, *, heldout_fraction: fl
         The key for `open_corpus`: 64 hexadecimal digits.
 
     Raises:
-        ValueError: the text cannot be read.
+        ValueError: the text cannot be read, or changes meanwhile.
         ImportError: the library that reads the text is missing.
     """
     sha256 = source.sha256()
@@ -99,7 +99,10 @@ def prepare_corpus(source: Source, tokenizer: Tokenizer, *, heldout_fraction: fl
     key = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
     if _read(_path(folder, key), source.name) is None:
         folder.mkdir(parents=True, exist_ok=True)
-        _write(_path(folder, key), _make(source, tokenizer, heldout_fraction, sha256))
+        made = _make(source, tokenizer, heldout_fraction, sha256)
+        if source.sha256() != sha256:
+            raise ValueError(f"{source.name} changed while it was tokenized. Run again once its files are complete.")
+        _write(_path(folder, key), made)
     return key
 
 
