@@ -14,7 +14,7 @@ from zeroshard.plan.step.offload_times import Work, bring_ahead, play_update
 from zeroshard.plan.step.rank_job import Job
 from zeroshard.plan.step.staging import half_bytes, piece_numel
 from zeroshard.plan.step.storages import Storages
-from zeroshard.table.cells import Cell, Place
+from zeroshard.table.cells import Cell
 from zeroshard.table.spec import BucketSpec, UnitSpec, itemsize
 
 __all__ = ["Elsewhere"]
@@ -43,7 +43,8 @@ class Elsewhere:
         self._job, self._clock, self._storages = job, clock, storages
         self._is_cpu = job.device.is_cpu
         self._updating = dict(carried)
-        self._stocked = set[Place]()
+        places = {b.row.gradients.place for unit in job.units for b in unit.reduced} if not self._is_cpu else ()
+        self._unstocked = [place for place in places if place.staging_bytes]
         self._leaving = deque[_Left]()
 
     def carried(self) -> Mapping[int, float]:
@@ -91,9 +92,8 @@ class Elsewhere:
 
     def stock(self) -> None:
         """Make the buffers through which gradients leave, and which stay, if they are not there yet."""
-        places = {b.row.gradients.place for unit in self._job.units for b in unit.reduced}
-        for place in {place for place in places if place.staging_bytes} - self._stocked if not self._is_cpu else ():
-            self._stocked.add(place)
+        while self._unstocked:
+            place = self._unstocked.pop()
             self._storages.make(2 * half_bytes(place), "transient", "", "buffers of gradients that leave")
 
     def leave(self, bucket: BucketSpec, nbytes: int, storage: int, *, is_first: bool) -> None:
