@@ -270,6 +270,7 @@ CORE = (
     "norms",
     "elements",
     "gradient",
+    "slices",
     "guard",
     "parameter",
     "saved",

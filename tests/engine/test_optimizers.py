@@ -371,8 +371,33 @@ class NamedAdamW(torch.optim.AdamW):
     """A known optimizer under another name."""
 
 
+class Assigning(Lion):
+    """An optimizer that computes new values instead of changing values in place."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None:
+                p.data = p.data - self.param_groups[0]["lr"] * p.grad
+
+
+def assigned(run: Run) -> None:
+    """What an optimizer, or a hook before its update, assigns to `.data` is the new value."""
+    for kind in (Assigning, torch.optim.SGD):
+        model = models.build(models.Stack)
+        optimizer = kind(model.parameters(), lr=1e-2)
+        run.shard(model, optimizer)
+        optimizer.register_step_pre_hook(clamp)
+        train(run, model, optimizer)
+
+
+def clamp(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    for parameter in optimizer.param_groups[0]["params"]:
+        parameter.data = parameter.data.clamp(-0.1, 0.1)
+
+
 @pytest.mark.product
-@pytest.mark.parametrize(("script", "world"), at_worlds([probed, promised, subclassed]))
+@pytest.mark.parametrize(("script", "world"), at_worlds([probed, promised, subclassed, assigned]))
 def test_optimizers_of_others(script: Callable[[Run], None], world: int) -> None:
     assert_matches(script, world)
 

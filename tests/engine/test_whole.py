@@ -32,7 +32,7 @@ from tests.oracle import (
 )
 from tools.emulated import gpu
 from tools.settled import settled
-from zeroshard.core.gradient import MasterSlice
+from zeroshard.core.slices import MasterSlice
 from zeroshard.core.slot import slot_of
 from zeroshard.optim.whole import whole_matrix
 from zeroshard.testing import RankFailure, run_ranks

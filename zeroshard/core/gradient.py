@@ -15,7 +15,7 @@ import sys
 import weakref
 from collections.abc import Callable, Sequence
 from types import MappingProxyType
-from typing import Any, Self, final
+from typing import Any, final
 
 import torch
 
@@ -23,12 +23,12 @@ from zeroshard import torch_private
 from zeroshard.core import elements
 from zeroshard.core.buffer import Bucket
 from zeroshard.core.norms import norms_of, refuse_ignored
-from zeroshard.core.slot import Slot, slot_of
+from zeroshard.core.slot import Slot
 from zeroshard.core.states import Own, Scope, Sum
-from zeroshard.torch_private import SCALER_CHECK, DisabledFunction, NoSubclasses, is_read_for_tracing, version_of
+from zeroshard.torch_private import SCALER_CHECK, NoSubclasses, is_read_for_tracing, version_of
 from zeroshard.tree import find
 
-__all__ = ["LogicalGradient", "MasterGradient", "MasterSlice", "assign", "name_of", "part_of", "read"]
+__all__ = ["LogicalGradient", "MasterGradient", "assign", "master_gradient", "name_of", "part_of", "read"]
 
 Tensor = torch.Tensor
 LOCAL, SENT, UNUSED, USED, ALL = Own.LOCAL, Own.SENT, Sum.UNUSED, Sum.USED, Scope.ALL
@@ -192,66 +192,12 @@ class MasterGradient(torch.Tensor):
         return result
 
 
-class MasterSlice(torch.nn.Parameter):
-    """The optimizer's replacement of a parameter: this rank's part of its master values, flat, possibly empty."""
-
-    __torch_function__ = DisabledFunction  # type: ignore[assignment]
-
-    @property
-    def grad(self) -> Tensor | None:
-        """This rank's elements of the reduced gradient; None if no rank used the parameter."""
-        # Optimizers read this four times a step, so its speed matters.
-        slot: Slot = self.__dict__["_zeroshard"]
-        grads, index = slot.bucket.grads, slot.index
-        if (owner := slot.owner()) is not None and owner.unread is not None:
-            owner.read_answer(is_needed=False)
-        if not (grads.is_known(index) or slot.has_grad) or (owner is not None and owner.is_skipping):
-            return None
-        part = part_of(slot)
-        if grads.dtype is self.dtype and not slot.crosses:
-            return part
-        # Optimizers need one dtype: gradients in another dtype are converted for the update, once per step.
-        if slot.wide is None or slot.wide[0] != version_of(part):
-            slot.wide = version_of(part), _master_gradient(part.to(self.device, self.dtype), slot)
-            slot.bucket.tell("copy out", part.numel() * self.itemsize * slot.crosses)
-        return slot.wide[1]
-
-    @grad.setter
-    def grad(self, value: Tensor | None) -> None:
-        slot = slot_of(self)
-        if value is not None and value is not slot.master_grad:
-            raise RuntimeError(
-                f"The gradient of the optimizer's slice of '{slot.name}' cannot be replaced; assign a tensor of the "
-                "parameter's shape to the parameter's own .grad, or change the slice's gradient in place."
-            )
-        if value is None:
-            assign(slot, None)
-
-    @property
-    def requires_grad(self) -> bool:
-        """Whether the parameter is trained: code that freezes a model by an optimizer's groups finds only slices."""
-        return slot_of(self).parameter.requires_grad
-
-    @requires_grad.setter
-    def requires_grad(self, value: bool) -> None:
-        slot_of(self).parameter.requires_grad = value
-
-    def requires_grad_(self, requires_grad: bool = True) -> Self:
-        """Train the parameter, or freeze it."""
-        self.requires_grad = requires_grad
-        return self
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> torch.nn.Parameter:
-        memo[id(self)] = copied = torch.nn.Parameter(self.detach().as_subclass(Tensor).clone(), self.requires_grad)
-        return copied
-
-
 def part_of(slot: Slot) -> Tensor:
     """Return this rank's elements of an existing gradient, in the held dtype."""
     slot.bucket.grads.landing.wait()
     if slot.master_grad is None:
         part = slot.bucket.grads.part(slot.index)
-        slot.master_grad = part if slot.is_whole else _master_gradient(part, slot)
+        slot.master_grad = part if slot.is_whole else master_gradient(part, slot)
     return slot.master_grad
 
 
@@ -260,7 +206,8 @@ def _is_copy(value: Tensor) -> bool:
     return isinstance(value, MasterGradient) and (wide := value._slot.wide) is not None and wide[1] is value
 
 
-def _master_gradient(part: Tensor, slot: Slot) -> MasterGradient:
+def master_gradient(part: Tensor, slot: Slot) -> MasterGradient:
+    """Return this rank's elements of a gradient as optimizers see them."""
     made = part.as_subclass(MasterGradient)
     made._slot = slot
     return made

@@ -14,7 +14,8 @@ from zeroshard.activations.saved import Treatment
 from zeroshard.core.buffer import Bucket
 from zeroshard.core.dtypes import LossScale
 from zeroshard.core.engine import Engine
-from zeroshard.core.gradient import LogicalGradient, MasterGradient, MasterSlice
+from zeroshard.core.gradient import LogicalGradient, MasterGradient
+from zeroshard.core.slices import MasterSlice
 from zeroshard.core.slot import Form, Slot, slot_of
 from zeroshard.core.states import Presence
 from zeroshard.core.unit import Unit

@@ -37,7 +37,8 @@ import torch
 from zeroshard import devices
 from zeroshard.core.buffer import Bucket
 from zeroshard.core.engine import Engine
-from zeroshard.core.gradient import METADATA, MasterSlice, name_of, part_of
+from zeroshard.core.gradient import METADATA, name_of, part_of
+from zeroshard.core.slices import MasterSlice
 from zeroshard.core.slot import Slot, slot_of
 from zeroshard.optim.pieces import Piece, Resident, update_in_pieces
 from zeroshard.torch_private import NoSubclasses

@@ -1,7 +1,7 @@
 """The user's optimizer on shards: the same object, with this rank's slices in its groups.
 
 Owns the exchange of entries, the agreement before an update and what follows it. It must not know passes or hooks on
-modules. Read `core/gradient.py` (`MasterSlice`) first; `optim/admission.py` says which optimizers may be cut at all.
+modules. Read `core/slices.py` first; `optim/admission.py` says which optimizers may be cut at all.
 
 Note: why slices of parameters, and not one flat tensor
     A parameter that nobody used must be skipped (torch decays and counts a step for zeros), and groups tell parameters
@@ -19,8 +19,8 @@ from torch.utils.hooks import RemovableHandle
 
 from zeroshard.core.dtypes import round_at_random
 from zeroshard.core.engine import Engine
-from zeroshard.core.gradient import MasterSlice
 from zeroshard.core.guard import Answer
+from zeroshard.core.slices import MasterSlice, make_master
 from zeroshard.core.slot import Slot, slot_of
 from zeroshard.core.states import Presence
 from zeroshard.core.unit import Unit
@@ -60,6 +60,8 @@ class ShardedOptimizer:
         self.applied = 0
         """The number of backward passes whose gradients were applied or belong to an earlier step."""
         self._fresh: list[Tensor] = []
+        self._replaced: set[MasterSlice] = set()
+        """Slices to whose `.data` anybody has assigned since the last step."""
         source.plan(optimizer.param_groups)
         for group in optimizer.param_groups:
             self._cut(group)
@@ -95,7 +97,7 @@ class ShardedOptimizer:
             slot = slot_of(parameter)
             slot.has_master = True
             slot.bucket.has_states = True
-            masters.append(master := make_master(slot))
+            masters.append(master := make_master(slot, self._replaced))
             if parameter in state:
                 keep_state(self.optimizer, master, state.pop(parameter))
         group["params"] = masters
@@ -163,6 +165,7 @@ class ShardedOptimizer:
                 raise guard.error(name, scale)
             guard.note_skipped(name, self.steps)
         engine.begin_update(is_skipped=is_stopped)
+        self._return()
         self._widen()
         self._fresh = [] if is_stopped else guard.arm(optimizer, masters)
         if not is_stopped:
@@ -188,6 +191,14 @@ class ShardedOptimizer:
             self._engine.ledger.add("transient", -master.nbytes * slot.bucket.spec.row.states.is_on_device)
             master.data = narrow
 
+    def _return(self) -> None:
+        """Copy values that code has assigned to `.data` of slices into their buckets, of which slices are views."""
+        for master, slot in [(master, slot_of(master)) for master in self._replaced]:
+            if not (slot.bucket.dtypes.is_stochastic and master.dtype == torch.float32):  # of a step that failed
+                slot.bucket.master(slot.index).copy_(master.data)
+                master.data = slot.bucket.entry(slot.index)
+        self._replaced.clear()
+
     def _stochastic(self) -> list[tuple[Tensor, Slot]]:
         return [(master, slot) for master in self.masters if (slot := slot_of(master)).bucket.dtypes.is_stochastic]
 
@@ -199,6 +210,7 @@ class ShardedOptimizer:
         self.put_back()
         self.steps += 1
         self._round()
+        self._return()
         engine = self._engine
         has_overflowed = engine.end_update()
         answer = engine.guard.finish(optimizer)
@@ -278,16 +290,6 @@ def _check_free(parameters: Sequence[Tensor]) -> None:
             raise ValueError(
                 f"Parameter '{slot.name}' is in more than one group or optimizer; each may update it once."
             )
-
-
-def make_master(slot: Slot) -> MasterSlice:
-    """Return the optimizer's entry for a parameter: a view of this rank's part of its master values."""
-    entry = slot.bucket.entry(slot.index)
-    master = torch.nn.Parameter(entry, requires_grad=entry.is_floating_point() or entry.is_complex())
-    master.__class__ = MasterSlice
-    master.__dict__["_zeroshard"] = slot
-    assert isinstance(master, MasterSlice)
-    return master
 
 
 def is_cut(key: str, value: Any, master: Tensor) -> bool:

@@ -1,0 +1,101 @@
+"""The entries of optimizers: this rank's slices of master values.
+
+Owns what an optimizer sees as a parameter. It must not know updates. Read `core/gradient.py` ("two views of one
+gradient") first.
+
+Note: assignments to `.data`
+    A slice is a view of its bucket. An optimizer may compute new values and assign them (`p.data = p.data - update`),
+    and slices are then tensors of their own. Only slices that were assigned to are looked at, after the step
+    (`ShardedOptimizer`), so other optimizers pay nothing.
+"""
+
+from typing import Any, Self
+
+import torch
+
+from zeroshard import torch_private
+from zeroshard.core.gradient import assign, master_gradient, part_of
+from zeroshard.core.slot import Slot, slot_of
+from zeroshard.torch_private import DisabledFunction, version_of
+
+__all__ = ["MasterSlice", "make_master"]
+
+Tensor = torch.Tensor
+
+
+class MasterSlice(torch.nn.Parameter):
+    """The optimizer's replacement of a parameter: this rank's part of its master values, flat, possibly empty."""
+
+    __torch_function__ = DisabledFunction  # type: ignore[assignment]
+
+    @property
+    def data(self) -> Tensor:
+        """This rank's master values. Others that code assigns return to the bucket at a step, and after it."""
+        return torch_private.raw_data(self)
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        self.__dict__["_replaced"].add(self)
+        Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
+
+    @property
+    def grad(self) -> Tensor | None:
+        """This rank's elements of the reduced gradient; None if no rank used the parameter."""
+        # Optimizers read this four times a step, so its speed matters.
+        slot: Slot = self.__dict__["_zeroshard"]
+        grads, index = slot.bucket.grads, slot.index
+        if (owner := slot.owner()) is not None and owner.unread is not None:
+            owner.read_answer(is_needed=False)
+        if not (grads.is_known(index) or slot.has_grad) or (owner is not None and owner.is_skipping):
+            return None
+        part = part_of(slot)
+        if grads.dtype is self.dtype and not slot.crosses:
+            return part
+        # Optimizers need one dtype: gradients in another dtype are converted for the update, once per step.
+        if slot.wide is None or slot.wide[0] != version_of(part):
+            slot.wide = version_of(part), master_gradient(part.to(self.device, self.dtype), slot)
+            slot.bucket.tell("copy out", part.numel() * self.itemsize * slot.crosses)
+        return slot.wide[1]
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        slot = slot_of(self)
+        if value is not None and value is not slot.master_grad:
+            raise RuntimeError(
+                f"The gradient of the optimizer's slice of '{slot.name}' cannot be replaced; assign a tensor of the "
+                "parameter's shape to the parameter's own .grad, or change the slice's gradient in place."
+            )
+        if value is None:
+            assign(slot, None)
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether the parameter is trained: code that freezes a model by an optimizer's groups finds only slices."""
+        return slot_of(self).parameter.requires_grad
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        slot_of(self).parameter.requires_grad = value
+
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        """Train the parameter, or freeze it."""
+        self.requires_grad = requires_grad
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.nn.Parameter:
+        memo[id(self)] = copied = torch.nn.Parameter(self.detach().as_subclass(Tensor).clone(), self.requires_grad)
+        return copied
+
+
+def make_master(slot: Slot, replaced: set[MasterSlice]) -> MasterSlice:
+    """Return the optimizer's entry for a parameter: a view of this rank's part of its master values.
+
+    Args:
+        replaced: what it is added to when code assigns to its `.data`.
+    """
+    entry = slot.bucket.entry(slot.index)
+    master = torch.nn.Parameter(entry, requires_grad=entry.is_floating_point() or entry.is_complex())
+    master.__class__ = MasterSlice
+    master.__dict__.update(_zeroshard=slot, _replaced=replaced)
+    assert isinstance(master, MasterSlice)
+    return master
