@@ -24,7 +24,7 @@ BUDGETS = {
     ENGINE: 11903,
     ("plan",): 6607 + PLAYED + sum(PLANNED.values()),
     ("evidence",): 1830 - PLAYED,
-    ("optim",): 1040,
+    ("optim",): 1052,
 }
 """Lines of code by rooms."""
 ADDED = {
@@ -68,6 +68,7 @@ ADDED = {
     "averages ask what was trained, also if it is frozen again": 7,
     "options, tensors and lists of another type are refused by name": 13,
     "values that optimizers assign to .data": 23,
+    "counters with dimensions, whatever the size of a slice": 2,
 }
 """Lines of the engine that features have added since the budgets were set."""
 MOVED = {

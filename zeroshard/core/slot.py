@@ -6,7 +6,7 @@ Owns the slot that each sharded parameter and each optimizer slice references. I
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import NoReturn, Protocol, final
+from typing import Any, NoReturn, Protocol, final
 
 import torch
 
@@ -120,8 +120,8 @@ class Slot:
     """The bucket of a parameter, and its index there. Referenced by the parameter object."""
 
     __slots__ = tuple(
-        "bucket crosses form grad_view has_master index is_own is_whole master_grad name owner place shape spare "
-        "stride unit updater wide".split()
+        "bucket counters crosses form grad_view has_master index is_own is_whole master_grad name owner place shape "
+        "spare stride unit updater wide".split()
     )
 
     def __init__(self, name: str, unit: int, bucket: Bucket, index: int, form: Form, parameter: Tensor) -> None:
@@ -140,6 +140,8 @@ class Slot:
         self.owner: Callable[[], Owner | None] = _no_owner
         """A weak reference to the engine: parameters must not keep it alive."""
         self.has_master = False
+        self.counters: frozenset[Any] = frozenset()
+        """Keys of states that its optimizer has once for all elements."""
         self.updater: int | None = None
         """The rank within a replica that updates the whole parameter; None if each rank updates its slice."""
         self.grad_view: Tensor | None = None

@@ -11,7 +11,7 @@ from typing import Any, final
 
 import torch
 
-from zeroshard.optim.packed import PackingOptimizer, parts_of
+from zeroshard.optim.packed import PackingOptimizer, parts_of, views_of
 from zeroshard.optim.whole import Whole, whole_of
 
 __all__ = ["Kept", "NOT_OPTIONS", "StateShape", "is_taken", "kept_by", "rebuild", "state_cost", "whole_bytes"]
@@ -28,22 +28,38 @@ def is_taken(whole: Whole, group: Options, shape: Sequence[int]) -> bool:
     return bool(group.get("whole", True)) and whole.takes(tuple(shape))
 
 
+COUNTERS = frozenset({"step", "mu_product", "mu", "eta"})
+"""States of torch's optimizers that are one number for all elements, for optimizers that no trial step knows."""
+TRIED_NUMEL = 13
+"""Elements of a parameter in a trial step: states of another number of elements do not grow with the parameter."""
+
+
 def state_cost(optimizer: torch.optim.Optimizer) -> tuple[int, ...] | None:
     """Return the cost of an optimizer's states, determined by a trial step, or None: the last fields of `Updates`.
 
     These are state elements per element and bytes of counters per parameter, and, for packed states, bytes per element,
     bytes per block and elements per block.
     """
-    part = torch.nn.Parameter(torch.zeros(3, dtype=torch.float32, device="cpu"))
+    return None if (tried := _tried(optimizer)) is None else _cost_of(*tried)
+
+
+def _tried(optimizer: torch.optim.Optimizer) -> tuple[torch.optim.Optimizer, dict[str, Any]] | None:
+    """Return a new optimizer after a step on a vector, and the vector's states."""
+    part = torch.nn.Parameter(torch.zeros(TRIED_NUMEL, dtype=torch.float32, device="cpu"))
     try:
         fresh = rebuild(optimizer, [part])
-        part.grad = torch.ones(3, dtype=torch.float32, device="cpu")
+        part.grad = torch.ones(TRIED_NUMEL, dtype=torch.float32, device="cpu")
         fresh.step()
     except Exception:  # a failed prediction must not fail the run: the caller reports that it has none
         return None
-    parts = parts_of(fresh, state := fresh.state[part])
+    return fresh, fresh.state[part]
+
+
+def _cost_of(fresh: torch.optim.Optimizer, state: Mapping[str, Any]) -> tuple[int, ...]:
+    parts = parts_of(fresh, state)
     values = [value for key, value in state.items() if isinstance(value, Tensor) and key not in parts]
-    numbers, counter_bytes = sum(v.numel() == 3 for v in values), sum(v.nbytes for v in values if v.numel() != 3)
+    numbers = sum(value.numel() == TRIED_NUMEL for value in values)
+    counter_bytes = sum(value.nbytes for value in values if value.numel() != TRIED_NUMEL)
     if not isinstance(fresh, PackingOptimizer):
         return numbers, counter_bytes
     packed = fresh.packed_bytes
@@ -99,17 +115,25 @@ class Kept:
         cost: of slices, as from `state_cost`.
         mark: which parameters it updates whole.
         shapes: of the states of these, by index of group and by number of dimensions.
+        counters: keys of tensors that are the same for all elements of a parameter.
     """
 
     cost: tuple[int, ...] | None
     mark: Whole | None
     shapes: Mapping[tuple[int, int], tuple[StateShape, ...]]
+    counters: frozenset[Any] = COUNTERS
 
 
 def kept_by(optimizer: torch.optim.Optimizer) -> Kept:
     """Return what an optimizer keeps; its groups hold the model's parameters."""
-    whole = whole_of(optimizer)
-    return Kept(state_cost(optimizer), whole, {} if whole is None else _whole_costs(optimizer, whole))
+    whole, tried = whole_of(optimizer), _tried(optimizer)
+    shapes = {} if whole is None else _whole_costs(optimizer, whole)
+    if tried is None:
+        return Kept(None, whole, shapes)
+    state = views_of(*tried)
+    tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
+    counters = {key for key, value in tensors.items() if value.numel() % TRIED_NUMEL} | (COUNTERS - state.keys())
+    return Kept(_cost_of(*tried), whole, shapes, frozenset(counters))
 
 
 def _whole_costs(optimizer: torch.optim.Optimizer, whole: Whole) -> dict[tuple[int, int], tuple[StateShape, ...]]:

@@ -36,8 +36,6 @@ from zeroshard.wire.comm import Pending
 __all__ = ["ShardedOptimizer", "cut_state", "is_cut", "keep_state"]
 
 Tensor = torch.Tensor
-COUNTERS = frozenset({"step", "mu_product", "mu", "eta"})
-"""States of torch's optimizers that are one number for all elements, also of a parameter that is one number."""
 
 
 @final
@@ -97,6 +95,7 @@ class ShardedOptimizer:
             slot = slot_of(parameter)
             slot.has_master = True
             slot.bucket.has_states = True
+            slot.counters = self.kept.counters
             masters.append(master := make_master(slot, self._replaced))
             if parameter in state:
                 keep_state(self.optimizer, master, state.pop(parameter))
@@ -292,9 +291,10 @@ def _check_free(parameters: Sequence[Tensor]) -> None:
             )
 
 
-def is_cut(key: str, value: Any, master: Tensor) -> bool:
-    """Tell whether a state is one number for each element of the slice; a step counter is 0-d and common to all."""
-    return isinstance(value, Tensor | Packed) and key != "step" and value.shape == master.shape
+def is_cut(key: Any, value: Any, master: Tensor, part: Tensor | None = None) -> bool:
+    """Tell whether a state is one number for each element of a slice, or of the part of it that is updated."""
+    is_alike = isinstance(value, Tensor | Packed) and value.shape == (master if part is None else part).shape
+    return is_alike and key not in slot_of(master).counters
 
 
 def keep_state(optimizer: torch.optim.Optimizer, master: Tensor, state: dict[str, Any]) -> None:
@@ -321,7 +321,7 @@ def cut_state(slot: Slot, state: dict[str, Any]) -> dict[str, Any]:
     cut = {}
     for key, value in state.items():
         value = slot.form.part(value) if isinstance(value, Tensor) else value
-        if isinstance(value, Tensor) and key not in COUNTERS and tuple(value.shape) == bucket.places.shapes[index]:
+        if isinstance(value, Tensor) and key not in slot.counters and tuple(value.shape) == bucket.places.shapes[index]:
             # The slice alone is moved to where it is kept: whole states may not fit there.
             room = bucket.room(index, key, value.dtype)
             value = room.copy_(bucket.places.flat(index, value)[first:last])

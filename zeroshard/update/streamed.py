@@ -238,7 +238,7 @@ class Chunk(Piece):
         kept = {}
         for key, value in self._streams.optimizer.state.pop(entry, {}).items():
             kept[key] = value
-            if is_cut(key, value, entry):
+            if is_cut(key, value, part.master, entry):
                 known = (key, value.dtype)
                 if known not in self._values:
                     # New to this optimizer's parameters; those of another in between may have it.

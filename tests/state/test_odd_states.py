@@ -1,0 +1,90 @@
+"""States of optimizers of others: counters with dimensions, states with the names of counters."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zeroshard as zs
+from tests.oracle import TIMEOUT_S, Run, assert_matches, randn
+from zeroshard.testing import run_ranks
+
+
+class Few(nn.Module):
+    """Parameters of one and two elements beside a larger one: as many as counters have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 3)
+        self.one, self.two = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * self.one + self.two.sum()
+
+
+class Counting(torch.optim.Optimizer):
+    """Counts in tensors with dimensions; what it calls as torch's counters has a number for each element."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None:
+                state = self.state[p]
+                state["turns"] = state.get("turns", torch.zeros(1)) + 1
+                state["pair"] = state.get("pair", torch.zeros(2)) + torch.tensor([1.0, 2.0])
+                for key in ("step", "mu"):
+                    state[key] = state.get(key, torch.zeros_like(p)) + p.grad
+                p.sub_(0.1 / state["turns"].item() * (state["step"] + state["mu"]))
+
+
+def made(kind: type[nn.Module] = Few, optimizer: type[torch.optim.Optimizer] = Counting, **options: Any) -> Any:
+    torch.manual_seed(0)
+    model = kind()
+    return model, optimizer(model.parameters(), **options)
+
+
+def counted(run: Run) -> None:
+    model, optimizer = made()
+    run.shard(model, optimizer)
+    for step in range(3):
+        run.backward(model(randn(4, 8, key=(step, run.rank))).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        with run.gathered(states=True):
+            run.record(states=(kept := copy.deepcopy(optimizer.state_dict()))["state"])
+        with run.gathered(states=True, writeback=True):
+            optimizer.load_state_dict(kept)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_counter_is_one_whatever_the_size_of_a_slice(world: int) -> None:
+    assert_matches(counted, world)
+
+
+def saved(stage: int, folder: str, steps: range) -> list[Any]:
+    model, optimizer = made()
+    zero = zs.shard(model, optimizer, stage=stage)
+    if steps.start:
+        zero.load(folder)
+    for step in steps:
+        model(randn(4, 8, key=(step,))).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    if not steps.start:
+        zero.save(folder)
+    with zero.gathered(states=True):
+        return [copy.deepcopy(optimizer.state_dict()), [p.detach().clone() for p in model.parameters()]]
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_checkpoint_holds_counters_and_states(stage: int, tmp_path: Path) -> None:
+    whole = run_ranks(saved, 1, stage, str(tmp_path / "whole"), range(4), timeout_s=TIMEOUT_S)[0]
+    run_ranks(saved, 2, stage, str(tmp_path / "half"), range(2), timeout_s=TIMEOUT_S)
+    for resumed in run_ranks(saved, 2, 3, str(tmp_path / "half"), range(2, 4), timeout_s=TIMEOUT_S):
+        assert str(resumed) == str(whole)
