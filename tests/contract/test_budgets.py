@@ -24,7 +24,7 @@ BUDGETS = {
     ENGINE: 11903,
     ("plan",): 6607 + PLAYED + sum(PLANNED.values()),
     ("evidence",): 1830 - PLAYED,
-    ("optim",): 1052,
+    ("optim",): 1064,
 }
 """Lines of code by rooms."""
 ADDED = {
@@ -69,6 +69,7 @@ ADDED = {
     "options, tensors and lists of another type are refused by name": 13,
     "values that optimizers assign to .data": 23,
     "counters with dimensions, whatever the size of a slice": 2,
+    "states of which ranks cannot join slices are refused by name": 36,
 }
 """Lines of the engine that features have added since the budgets were set."""
 MOVED = {

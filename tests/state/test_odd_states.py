@@ -1,6 +1,7 @@
-"""States of optimizers of others: counters with dimensions, states with the names of counters."""
+"""States of optimizers of others: counters with dimensions, containers and stacks of tensors."""
 
 import copy
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import zeroshard as zs
-from tests.oracle import TIMEOUT_S, Run, assert_matches, randn
+from tests.oracle import TIMEOUT_S, Run, assert_matches, randn, run_cases
 from zeroshard.testing import run_ranks
 
 
@@ -88,3 +89,56 @@ def test_a_checkpoint_holds_counters_and_states(stage: int, tmp_path: Path) -> N
     run_ranks(saved, 2, stage, str(tmp_path / "half"), range(2), timeout_s=TIMEOUT_S)
     for resumed in run_ranks(saved, 2, 3, str(tmp_path / "half"), range(2, 4), timeout_s=TIMEOUT_S):
         assert str(resumed) == str(whole)
+
+
+class Odd(torch.optim.Optimizer):
+    """Keeps what it has of elements in a container, or in one tensor of another shape."""
+
+    def __init__(self, params: Any, form: str) -> None:
+        super().__init__(params, {"form": form})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None:
+                grads = [p.grad.clone(), p.grad * 2]
+                forms = {"list": grads, "dict": {"first": grads[0], "second": grads[1]}, "tensor": torch.stack(grads)}
+                self.state[p]["history"] = forms[self.param_groups[0]["form"]]
+                p.sub_(0.1 * grads[1])
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model(torch.ones(2, 8)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def odd(form: str, folder: str) -> list[str]:
+    """Return the warning of `zs.shard`, and the errors of what needs whole states, and of a state from before."""
+    model, optimizer = made(Few, Odd, form=form)
+    with pytest.warns(UserWarning, match="will refuse") as warned:
+        zero = zs.shard(model, optimizer, stage=3)
+    train(model, optimizer)
+    found = [str(one.message) for one in warned]
+    for call in (zero.gathered(states=True).__enter__, zero.detach, lambda: zero.save(folder)):
+        with pytest.raises((TypeError, zs.CheckpointError)) as caught:
+            call()
+        found.append(str(caught.value))
+    train(model, optimizer)
+    zero.save(folder, model_only=True)
+    model, optimizer = made(Few, Odd, form=form)
+    train(model, optimizer)
+    with pytest.raises(TypeError) as caught:
+        zs.shard(model, optimizer, stage=3)
+    return [*found, str(caught.value)]
+
+
+def test_states_that_ranks_cannot_join_are_refused_by_name(tmp_path: Path) -> None:
+    cases = [(form, str(tmp_path / form)) for form in ("list", "dict", "tensor")]
+    for (form, _), by_rank in run_cases(odd, 2, cases, timeout_s=TIMEOUT_S).items():
+        for warned, *errors in by_rank:
+            assert "will refuse its state 'history'" in warned
+            assert len(errors) == 4
+            for error in errors:
+                assert re.search(rf"Odd keeps, of '[a-z.]+', the state 'history', a {form}", error), error
+                assert "under a key of its own" in error

@@ -27,7 +27,7 @@ from zeroshard.core.parameter import ShardedParameter
 from zeroshard.core.slot import Slot, slot_of
 from zeroshard.optim.packed import Packed, tensor_of, views_of
 from zeroshard.table.layout import Layout
-from zeroshard.update.optimizer import ShardedOptimizer, is_cut
+from zeroshard.update.optimizer import ShardedOptimizer, check_states, is_cut
 from zeroshard.whole.owned import OwnedState, is_stored, own_state
 from zeroshard.wire.mesh import Mesh
 
@@ -136,6 +136,7 @@ def state_items(
         owned: what `owned_states` returned.
     """
     here, splits = ranks_here(engine.mesh), _Splits(engine.mesh)
+    check_states(optimizers, f"{engine.mesh} zero.save()")
     items, first_copy = list[Item](), [here[rank] for rank in engine.mesh.rows("shard")[0].tolist()]
     for (number, one), of_owners in zip(enumerate(optimizers), owned, strict=True):
         one.source.check()

@@ -6,7 +6,7 @@ Owns these trial steps. It must not know shards: `updates.py` has the sizes of a
 import inspect
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, final
 
 import torch
@@ -14,7 +14,17 @@ import torch
 from zeroshard.optim.packed import PackingOptimizer, parts_of, views_of
 from zeroshard.optim.whole import Whole, whole_of
 
-__all__ = ["Kept", "NOT_OPTIONS", "StateShape", "is_taken", "kept_by", "rebuild", "state_cost", "whole_bytes"]
+__all__ = [
+    "Kept",
+    "NOT_OPTIONS",
+    "StateShape",
+    "TRIED_NUMEL",
+    "is_taken",
+    "kept_by",
+    "rebuild",
+    "state_cost",
+    "whole_bytes",
+]
 
 Tensor = torch.Tensor
 Options = Mapping[str, Any]
@@ -116,12 +126,14 @@ class Kept:
         mark: which parameters it updates whole.
         shapes: of the states of these, by index of group and by number of dimensions.
         counters: keys of tensors that are the same for all elements of a parameter.
+        states: of a vector of `TRIED_NUMEL` elements after a step.
     """
 
     cost: tuple[int, ...] | None
     mark: Whole | None
     shapes: Mapping[tuple[int, int], tuple[StateShape, ...]]
     counters: frozenset[Any] = COUNTERS
+    states: Mapping[Any, Any] = field(default_factory=dict)
 
 
 def kept_by(optimizer: torch.optim.Optimizer) -> Kept:
@@ -133,7 +145,7 @@ def kept_by(optimizer: torch.optim.Optimizer) -> Kept:
     state = views_of(*tried)
     tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
     counters = {key for key, value in tensors.items() if value.numel() % TRIED_NUMEL} | (COUNTERS - state.keys())
-    return Kept(_cost_of(*tried), whole, shapes, frozenset(counters))
+    return Kept(_cost_of(*tried), whole, shapes, frozenset(counters), state)
 
 
 def _whole_costs(optimizer: torch.optim.Optimizer, whole: Whole) -> dict[tuple[int, int], tuple[StateShape, ...]]:

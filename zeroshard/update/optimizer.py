@@ -9,8 +9,9 @@ Note: why slices of parameters, and not one flat tensor
     foreach and loop updates all accept that.
 """
 
+import warnings
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from typing import Any, final
 
@@ -24,18 +25,23 @@ from zeroshard.core.slices import MasterSlice, make_master
 from zeroshard.core.slot import Slot, slot_of
 from zeroshard.core.states import Presence
 from zeroshard.core.unit import Unit
-from zeroshard.optim.keeps import Kept
-from zeroshard.optim.packed import Packed, pack, unpack
+from zeroshard.optim.keeps import TRIED_NUMEL, Kept
+from zeroshard.optim.packed import Packed, pack, unpack, views_of
 from zeroshard.optim.pieces import update_in_pieces
 from zeroshard.torch_private import keep_first, keep_last
+from zeroshard.tree import find
 from zeroshard.update.closures import Arguments, call_closure
 from zeroshard.update.sources import Source
 from zeroshard.watch.stacks import Call
 from zeroshard.wire.comm import Pending
 
-__all__ = ["ShardedOptimizer", "cut_state", "is_cut", "keep_state"]
+__all__ = ["ShardedOptimizer", "check_states", "cut_state", "is_cut", "keep_state"]
 
 Tensor = torch.Tensor
+ODD = (
+    "Ranks cannot join their slices of it. Keep each tensor of the parameter's shape in optimizer.state under a key of "
+    "its own; zero.save(path, model_only=True) and gathered() need no states."
+)
 
 
 @final
@@ -63,6 +69,13 @@ class ShardedOptimizer:
         source.plan(optimizer.param_groups)
         for group in optimizer.param_groups:
             self._cut(group)
+        odd = _odd_state(kept.states, torch.Size([TRIED_NUMEL]), kept.counters)
+        if odd and any(slot_of(master).updater is None for master in self.masters):
+            warnings.warn(
+                f"{engine.mesh} {type(optimizer).__name__} can be trained, but zero.save(), zero.detach() and "
+                f"gathered(states=True) will refuse its state {odd}. {ODD}",
+                stacklevel=2,
+            )
         self._put_back: Callable[[], None] | None = None
         """What puts entries back that an update in pieces has taken out of their groups."""
         self._call: Call | None = None
@@ -297,11 +310,37 @@ def is_cut(key: Any, value: Any, master: Tensor, part: Tensor | None = None) -> 
     return is_alike and key not in slot_of(master).counters
 
 
+def check_states(optimizers: Sequence[ShardedOptimizer], what: str) -> None:
+    """Raise TypeError if a state of slices has elements, but is no tensor of its slice's shape: none can join these."""
+    for one in optimizers:
+        for master in (master for master in one.masters if slot_of(master).updater is None):
+            state = views_of(one.optimizer, one.optimizer.state.get(master, {}))
+            _check_state(one.optimizer, slot_of(master), state, master.shape, what)
+
+
+def _check_state(
+    optimizer: torch.optim.Optimizer, slot: Slot, state: Mapping[Any, Any], shape: torch.Size, what: str
+) -> None:
+    if odd := _odd_state(state, shape, slot.counters):
+        raise TypeError(f"{what}: {type(optimizer).__name__} keeps, of '{slot.name}', the state {odd}. {ODD}")
+
+
+def _odd_state(state: Mapping[Any, Any], shape: torch.Size, counters: frozenset[Any]) -> str:
+    """Return the key and the form of a state with elements that is no tensor of a shape; "" without one."""
+    for key, value in state.items():
+        is_odd = key not in counters and getattr(value, "shape", None) != shape
+        if is_odd and any(one.numel() > 1 for one in find(value, Tensor)):
+            is_tensor = isinstance(value, Tensor)
+            return f"{key!r}, a tensor {tuple(value.shape)}" if is_tensor else f"{key!r}, a {type(value).__name__}"
+    return ""
+
+
 def keep_state(optimizer: torch.optim.Optimizer, master: Tensor, state: dict[str, Any]) -> None:
     """Keep what this rank has of a parameter's whole state: its slice, or all, or nothing where another updates it."""
     slot = slot_of(master)
     if slot.updater is None:
-        optimizer.state[master] = pack(optimizer, cut_state(slot, unpack(optimizer, state)))
+        _check_state(optimizer, slot, whole := unpack(optimizer, state), slot.shape, "A state from before")
+        optimizer.state[master] = pack(optimizer, cut_state(slot, whole))
     elif slot.has_whole_states:
         # A counter stays where torch wants it.
         kept = {k: v.to(slot.bucket.device, copy=True) if _is_of_elements(v) else v for k, v in state.items()}

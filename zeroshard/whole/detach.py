@@ -26,7 +26,7 @@ from zeroshard.join.start import accepted_by_all
 from zeroshard.optim.packed import views_of
 from zeroshard.table.bytes import kept_bytes, on_device
 from zeroshard.torch_private import set_slot
-from zeroshard.update.optimizer import ShardedOptimizer, is_cut
+from zeroshard.update.optimizer import ShardedOptimizer, check_states, is_cut
 from zeroshard.whole.gathered import gather_states
 from zeroshard.whole.owned import OwnedState, is_stored, owned_states
 from zeroshard.wire.comm import Tag
@@ -75,6 +75,7 @@ def detach(
     work = _Detached(engine, optimizers, before, owned, dtype, keeps=keeps)
     with accepted_by_all(engine.mesh, "zero.detach()"):
         _check_gradients(engine, optimizers)
+        check_states(optimizers, f"{engine.mesh} zero.detach()")
         work.check_room(room_bytes)
     for slot in engine.slots.values():
         slot.bucket.grads.clear(slot.index)

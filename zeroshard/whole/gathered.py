@@ -15,11 +15,12 @@ from torch import nn
 
 from zeroshard.core.engine import Engine
 from zeroshard.core.slot import Slot, slot_of
+from zeroshard.join.start import accepted_by_all
 from zeroshard.optim.packed import Packed, tensor_of, views_of
 from zeroshard.setup.takeover import spread
 from zeroshard.table.errors import RankMismatchError
 from zeroshard.torch_private import version_of
-from zeroshard.update.optimizer import ShardedOptimizer, is_cut, keep_state
+from zeroshard.update.optimizer import ShardedOptimizer, check_states, is_cut, keep_state
 from zeroshard.whole.owned import OwnedState, gather_owned, owned_states
 from zeroshard.wire.comm import Tag
 
@@ -90,6 +91,9 @@ def _gather(
     enter = engine.order.barrier if writeback else engine.order.settle
     enter(f"gathered(writeback={writeback}, states={states})")
     engine.order.buffers.settle()
+    if states:
+        with accepted_by_all(engine.mesh, "gathered(states=True)"):
+            check_states(optimizers, f"{engine.mesh} gathered(states=True)")
     number = engine.order.next_number()
     for unit in engine.units:
         if not unit.spec.is_whole:
