@@ -78,8 +78,8 @@ def start(what: str) -> dict[str, Tensor]:
             assert type(model.head.weight) is nn.Parameter
         raise
     for step in range(2):
-        if step == 1 and rank == 1 and what == "schedule":
-            optimizer.param_groups[0]["lr"] = 0.03
+        if step == 1 and rank == 1 and "schedule" in what:
+            optimizer.param_groups[0]["lr"] = 0.03 if what == "schedule" else torch.tensor(0.5)
         seed(4, rank)
         loss_of(model, step, rank).backward()
         optimizer.step()
@@ -127,6 +127,7 @@ def change(what: str, model: nn.Module, settings: dict[str, Any]) -> None:
         ("entries", ["group 0: 'embedding.weight'", "group 0: 'blocks.0.0.weight'"]),
         ("attached", ["lr=0.01", "lr=0.02"]),
         ("schedule", ["step 1 of optimizer 0 (AdamW, lr [0.01])", "step 1 of optimizer 0 (AdamW, lr [0.03])"]),
+        ("tensor schedule", ["(AdamW, lr [0.01])", "step 1 of optimizer 0 (AdamW, lr [0.5])"]),
         ("stage", ["stage 3", "stage 1"]),
         ("version", ["zeroshard 0.0.0+other", f"zeroshard {zs.__version__}"]),
         ("numpy", ["numpy 0.0.0", f"numpy {np.__version__}"]),

@@ -163,8 +163,9 @@ class ShardedOptimizer:
         self._engine.check_reduced("optimizer.step()")
         engine, guard, scale = self._engine, self._engine.guard, self._engine.loss_scale
         masters = self.masters
-        # All ranks must stand at one place, so a schedule that differs between them is found here.
-        rates = [rate for group in optimizer.param_groups if isinstance(rate := group.get("lr"), (int, float))]
+        # All ranks must stand at one place, so a schedule that differs between them is found here, without a wait.
+        all_rates = [group.get("lr") for group in optimizer.param_groups]
+        rates = [float(r) for r in all_rates if isinstance(r, int | float) or (isinstance(r, Tensor) and r.is_cpu)]
         place = f"step {self.steps} of optimizer {self._index} ({type(optimizer).__name__}, lr {rates})"
         detail = self.source.choice
         is_voted = engine.order.settle(place, detail, is_fine=lambda: guard.is_fine(optimizer, masters, scale))
