@@ -244,6 +244,23 @@ def test_the_loss_scale_doubles_after_enough_good_steps() -> None:
         assert ours.value == torchs.get_scale(), step
 
 
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_several_optimizers_adapt_the_loss_scale_once_for_each_backward(count: int) -> None:
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+    parameters, each = list(model.parameters()), 8 // count
+    optimizers = [torch.optim.SGD(parameters[first : first + each], lr=0.1) for first in range(0, 8, each)]
+    zero = zs.shard(model, optimizers, stage=2, precision="fp16")
+    scale = zero._engine.loss_scale
+    assert scale is not None
+    for step, expected in enumerate([(2**15, 0), (2**15, 1), (2**15, 2), (2**14, 0), (2**14, 1)]):
+        (model(torch.ones(2, 4)).mean() * (torch.inf if step in (0, 3) else 1.0)).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        model.zero_grad()
+        assert (scale.value, scale._good_steps) == expected
+    assert scale.history == [2**16, 2**15]
+
+
 def at_the_floor() -> None:
     rank, _ = world()
     model = nn.Linear(2, 1)

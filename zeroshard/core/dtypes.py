@@ -68,10 +68,22 @@ class LossScale:
         self._good_steps = 0
         self.history: list[float] = []
         """The scales at which steps were skipped, oldest first; the last 20."""
+        self._round: tuple[int, set[int], bool] = -1, set(), False
+        """Number of backwards before the last steps, which optimizers made these, and whether one was skipped."""
 
-    def step(self, *, has_overflowed: bool) -> None:
-        """Adapt the scale after a step or a skipped step."""
+    def step(self, *, has_overflowed: bool, backwards: int = -1, optimizer: int = 0) -> None:
+        """Adapt the scale after a step or a skipped step: once for the steps of several optimizers after a backward.
+
+        Args:
+            backwards: the number of backwards so far.
+            optimizer: its place among the optimizers of the model; its next step is another one after any backward.
+        """
         self.noted = []
+        before, stepped, was_skipped = self._round
+        is_same = before == backwards and optimizer not in stepped
+        self._round = backwards, {optimizer, *(stepped if is_same else ())}, has_overflowed or (is_same and was_skipped)
+        if is_same and stepped and (was_skipped or not has_overflowed):
+            return
         if has_overflowed:
             self.history = [*self.history[-19:], self.value]
             self._good_steps = 0

@@ -271,9 +271,9 @@ class ShardedOptimizer:
 
     def _follow_scale(self, has_overflowed: bool) -> None:
         """Adapt the loss scale after a step, or after a skipped one, whose gradients may be kept."""
-        if self._engine.loss_scale is None:
+        if (scale := self._engine.loss_scale) is None:
             return
-        self._engine.loss_scale.step(has_overflowed=has_overflowed)
+        scale.step(has_overflowed=has_overflowed, backwards=self._engine.backwards, optimizer=self._index)
         for grads in (b.grads for unit in self._engine.units for b in unit.buckets) if has_overflowed else ():
             grads.is_suspect = grads.has_any
 
