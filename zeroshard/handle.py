@@ -33,8 +33,9 @@ from zeroshard.core.unit import Unit
 from zeroshard.describe.optimizers import check_entries, optimizers_of
 from zeroshard.loader import Stateful, restore, states_of
 from zeroshard.misuse import HABIT, Loop, refuse_those
-from zeroshard.optim.admission import check_optimizers
+from zeroshard.optim.admission import check_optimizers, needs_shapes
 from zeroshard.optim.keeps import kept_by
+from zeroshard.optim.whole import ATTRIBUTE, SHAPED
 from zeroshard.outer.start import Start
 from zeroshard.report.profile import Profile
 from zeroshard.setup.equal import check_equal, facts_of_optimizer, tell_refusal
@@ -197,6 +198,8 @@ class Zero:
 
     def _take(self, optimizer: torch.optim.Optimizer) -> None:
         """Take over an optimizer after its checks."""
+        if needs_shapes(optimizer, is_cut=self.residency.is_cut):
+            self._engine.undo.put(vars(optimizer), ATTRIBUTE, SHAPED)
         move_states(optimizer, self.mesh.device)
         self._chosen += choose_kernels(self._engine.guard, optimizer, self._engine.undo)
         number, kept = len(self._sharded), kept_by(optimizer)

@@ -14,12 +14,14 @@ from typing import Any
 import torch
 
 from zeroshard.optim.keeps import NOT_OPTIONS, is_taken, rebuild
+from zeroshard.optim.packed import PackingOptimizer
 from zeroshard.optim.pieces import Resident, update_in_pieces
+from zeroshard.optim.sums import SummingOptimizer
 from zeroshard.optim.whole import Whole, whole_of
 from zeroshard.table.whole import ELEMENTWISE
 from zeroshard.torch_private import has_split
 
-__all__ = ["check_optimizers", "is_elementwise"]
+__all__ = ["check_optimizers", "is_elementwise", "needs_shapes"]
 
 Tensor = torch.Tensor
 
@@ -40,6 +42,17 @@ def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether an optimizer is known to update each element by itself, whenever it is asked."""
     kind = type(optimizer)
     return kind.__module__.startswith("torch.optim") and kind.__name__ in ELEMENTWISE
+
+
+def needs_shapes(optimizer: torch.optim.Optimizer, *, is_cut: bool) -> bool:
+    """Return whether an update must see the parameters' shapes, as in plain training, since little is known of it.
+
+    Args:
+        is_cut: whether ranks update slices.
+    """
+    is_known = is_elementwise(optimizer) or isinstance(optimizer, (PackingOptimizer, SummingOptimizer))
+    types = {type(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    return not (is_cut or is_known or has_split(types) or whole_of(optimizer) is not None)
 
 
 def check_optimizers(

@@ -5,13 +5,14 @@ they communicate.
 
 Note: an update in pieces
     torch runs an optimizer's pre-hooks, then the body of its `step`, then its post-hooks. Our pre-hook, the last one,
-    runs the body once for each piece and empties the groups, so that the body that torch runs next updates nothing. Our
-    post-hook, the first one, restores the entries. User hooks run once a step and see the original groups. The inputs
-    of a piece are copied during the update of the previous piece, and its results during the update of the next one.
-    All ranks run pieces in the same order, since pieces may communicate. The body must treat each parameter separately,
-    which admission tests (`admission.py`).
+    runs the body once for each piece and empties the groups, so that the body that torch runs next updates nothing; a
+    single piece is updated by the body that torch runs. Our post-hook, the first one, restores the entries. User hooks
+    run once a step and see the original groups. The inputs of a piece are copied during the update of the previous
+    piece, and its results during the update of the next one. All ranks run pieces in the same order, since pieces may
+    communicate. The body must treat each parameter separately, which admission tests (`admission.py`).
 """
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -60,16 +61,16 @@ class Resident(Piece):
 
 
 def update_in_pieces(
-    optimizer: torch.optim.Optimizer, update: AbstractContextManager[Iterable[Piece] | None]
+    optimizer: torch.optim.Optimizer, update: AbstractContextManager[Iterable[Piece] | Piece | None]
 ) -> Callable[[], None]:
-    """Run the body of an optimizer's step over each piece in turn, and leave its groups empty.
+    """Run the body of an optimizer's step over each piece in turn, and leave its groups empty, or with a single piece.
 
     After an exception, the groups have their original entries.
 
     Args:
         update: gives the pieces, which are created lazily, one ahead of the update; see `Source.update`.
 
-    Returns: a function that restores the entries.
+    Returns: a function that ends the update of a single piece, and restores the entries.
     """
     groups = list(optimizer.param_groups)
     kept = [group["params"] for group in groups]
@@ -82,6 +83,9 @@ def update_in_pieces(
         with update as pieces:
             if pieces is None:
                 return lambda: None
+            if isinstance(pieces, Piece):
+                put(pieces.entries())
+                return functools.partial(_end, pieces, lambda: put(kept))
             body, queue = body_of(optimizer), _started(pieces)
             before, present = None, next(queue, None)
             while present is not None:
@@ -100,6 +104,11 @@ def update_in_pieces(
         raise
     put([] for _ in groups)
     return lambda: put(kept)
+
+
+def _end(piece: Piece, put_back: Callable[[], None]) -> None:
+    piece.finish()
+    put_back()
 
 
 def _started(pieces: Iterable[Piece]) -> Iterator[Piece]:

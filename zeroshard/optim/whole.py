@@ -19,7 +19,7 @@ import torch
 
 from zeroshard.table.owners import newton_schulz_cost
 
-__all__ = ["Whole", "is_matrix", "whole_matrix", "whole_of"]
+__all__ = ["ATTRIBUTE", "SHAPED", "Whole", "is_matrix", "whole_matrix", "whole_of"]
 
 Shape = tuple[int, ...]
 Optimized = TypeVar("Optimized", bound=torch.optim.Optimizer)
@@ -101,6 +101,8 @@ def _numel(shape: Shape) -> float:
     return float(math.prod(shape))
 
 
+SHAPED = Whole(_is_any, _numel)
+"""The mark that `zs.shard` gives an optimizer of which little is known, where every rank updates whole parameters."""
 KNOWN: tuple[tuple[type[torch.optim.Optimizer], Whole], ...] = (
     (torch.optim.Muon, Whole(is_matrix, newton_schulz_cost)),
     # The norms of a parameter and of its update cover the whole tensor, so vectors also need it.

@@ -9,7 +9,8 @@ Note: the exchange
     owner runs the user's optimizer on a tensor of the parameter's shape and strides; only the owner has its states.
     Ranks send the gradients and values of the next round (`Round`) before they update the current round, and return
     the new values during the update of the next round, so at most three rounds are in memory. Where every rank updates
-    all parameters, ranks send nothing: entries get the parameter's shape during the update.
+    all parameters, ranks send nothing: entries get the parameter's shape during the update, which torch's own call
+    makes, as in plain training.
     An owner that changes or drops a gradient does so to its copy, which nobody sends back: kept gradients are those
     from before the update, unless every rank updates all parameters. Muon and Adafactor change no gradients.
     Between steps, groups hold slices, in the user's order. The states of a matrix belong to its owner's slice, which
@@ -26,7 +27,7 @@ import torch
 from zeroshard.core.engine import Engine
 from zeroshard.core.gradient import part_of
 from zeroshard.core.slot import Slot, slot_of
-from zeroshard.optim.pieces import Piece, Resident
+from zeroshard.optim.pieces import Piece
 from zeroshard.optim.whole import Whole
 from zeroshard.table.owners import Round, plan_owners, plan_rounds
 from zeroshard.torch_private import NoSubclasses, foreach_copy_
@@ -78,7 +79,7 @@ class Exchange(Source):
         self.choice = f" with owners {self._digest:08x}"
 
     @contextmanager
-    def update(self) -> Iterator[Iterable[Piece]]:
+    def update(self) -> Iterator[Iterable[Piece] | Piece]:
         """See `Source`."""
         with nullcontext() if self._files is None else self._files.written():
             try:
@@ -87,17 +88,19 @@ class Exchange(Source):
                 self.take_back()
                 raise
 
-    def _pieces(self) -> list[Piece]:
+    def _pieces(self) -> list[Piece] | Piece:
         groups = [group["params"] for group in self.optimizer.param_groups]
-        plain = [[master for master in entries if slot_of(master).updater is None] for entries in groups]
         here, away = Placed(), dict[tuple[torch.dtype, torch.dtype], Placed]()
         for place, master in ((place, master) for place, entries in enumerate(groups) for master in entries):
-            # Adafactor and Muon of torch divide by the number of elements.
-            if (slot := slot_of(master)).updater is not None and slot.has_grad and slot.shape.numel():
+            if (slot := slot_of(master)).updater is None or slot.bucket.spec.updates_all:
+                here.append((place, master))
+            elif _is_updated(slot):
                 dtypes = slot.bucket.dtypes.grad, master.dtype
-                (here if slot.bucket.spec.updates_all else away.setdefault(dtypes, Placed())).append((place, master))
-        made: list[Piece] = [Resident(plain)] if any(plain) else []
-        made += [_Shaped(self, here)] if here else []
+                away.setdefault(dtypes, Placed()).append((place, master))
+        shaped = _Shaped(self, here)
+        if not away and self._files is None:
+            return shaped
+        made: list[Piece] = [shaped] if here else []
         for masters in away.values():
             made += [_Routed(self, masters, turn, number) for number, turn in enumerate(self._turns(masters))]
         return made
@@ -111,18 +114,24 @@ class Exchange(Source):
             self._rounds[key] = plan_rounds([slot.updater or 0 for slot in slots], parts)
         return self._rounds[key]
 
-    def lend(self, lent: Iterable[tuple[int, Tensor, Tensor, Tensor]]) -> list[list[Tensor]]:
+    def lend(self, lent: Iterable[tuple[int, Tensor, Tensor, Tensor | None]]) -> list[list[Tensor]]:
         """Return the entries that replace slices in groups: tensors of the parameters' shapes, with their states.
 
         Args:
             lent: for each parameter, the index of its group, the slice, and two flat tensors: all its master values,
-                and its gradient, of any dtype, on any device. Both are changed in place.
+                and its gradient, of any dtype, on any device, or None. Both are changed in place. A slice that has no
+                owner stays.
         """
         groups, state = [list[Tensor]() for _ in self.optimizer.param_groups], self.optimizer.state
         for place, master, *flat in lent:
+            if slot_of(master).updater is None:
+                groups[place].append(master)
+                continue
             places, index = slot_of(master).bucket.places, slot_of(master).index
-            shape, strides = places.shapes[index], places.strides[index]
-            one = Lent(master, *(values.as_strided(shape, strides, values.storage_offset()) for values in flat))
+            form = places.shapes[index], places.strides[index]
+            values, grad = (one if one is None else one.as_strided(*form, one.storage_offset()) for one in flat)
+            assert values is not None
+            one = Lent(master, values, grad)
             groups[place].append(one.begin())
             if master in state:
                 state[one.entry] = _moved(state.pop(master), one.entry.device)
@@ -136,11 +145,22 @@ class Exchange(Source):
             if one.entry in state:
                 state[one.master] = _moved(state.pop(one.entry), one.master.device)
             one.end()
-        return [one.master for one in lent if one.entry.grad is None]
+        return [one.master for one in lent if one.has_dropped]
 
 
 def _shape_of(slot: Slot) -> tuple[int, ...]:
     return slot.bucket.places.shapes[slot.index]
+
+
+def _is_updated(slot: Slot) -> bool:
+    """Return whether a parameter has something to update; Adafactor and Muon of torch divide by its elements."""
+    return slot.has_grad and slot.shape.numel() > 0
+
+
+def _gradient_of(master: Tensor) -> Tensor | None:
+    """Return the gradient of a parameter that this rank updates whole, if it is updated."""
+    slot = slot_of(master)
+    return part_of(slot).detach() if slot.updater is not None and _is_updated(slot) else None
 
 
 def _moved(state: dict[str, Any], device: torch.device) -> dict[str, Any]:
@@ -153,7 +173,7 @@ def _moved(state: dict[str, Any], device: torch.device) -> dict[str, Any]:
 
 @final
 class _Shaped(Piece):
-    """Parameters that every rank updates; they need only their shape."""
+    """Parameters that every rank updates, which need only their shape, and slices that stay what they are."""
 
     def __init__(self, exchange: Exchange, masters: Placed) -> None:
         self._exchange, self._masters = exchange, masters
@@ -161,8 +181,7 @@ class _Shaped(Piece):
     def entries(self) -> Sequence[list[Tensor]]:
         """See `Piece`."""
         with NoSubclasses():
-            held = [(place, m, m.detach(), part_of(slot_of(m)).detach()) for place, m in self._masters]
-            return self._exchange.lend(held)
+            return self._exchange.lend((place, m, m.detach(), _gradient_of(m)) for place, m in self._masters)
 
     def finish(self) -> None:
         """See `Piece`."""

@@ -92,7 +92,7 @@ class ShardedOptimizer:
         undo.put(vars(optimizer), "add_param_group", self._add_group)
         # Dynamo would guard the entries and gradients that the hooks exchange. Schedulers take a method, and mark it.
         eager = torch.compiler.disable(step := optimizer.step)
-        method: Any = wraps(step)(lambda _, *args, **named: eager(*args, **named))
+        method: Any = wraps(step)(lambda _, *args, **named: self._make_step(eager, *args, **named))
         undo.put(vars(optimizer), "step", method.__get__(optimizer))
 
     @property
@@ -134,6 +134,12 @@ class ShardedOptimizer:
         handle = self._add_hook(hook)
         keep_last(self._last_hook)
         return handle
+
+    def _make_step(self, step: Callable[..., Any], *args: Any, **named: Any) -> Any:
+        try:
+            return step(*args, **named)
+        finally:
+            self.put_back()  # after one that failed
 
     # -- a step -----------------------------------------------------------------------------------------------------
 

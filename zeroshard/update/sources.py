@@ -39,10 +39,11 @@ class Source(ABC):
         """Prepare for new groups, which still hold the model's parameters."""
 
     @abstractmethod
-    def update(self) -> AbstractContextManager[Iterable[Piece] | None]:
+    def update(self) -> AbstractContextManager[Iterable[Piece] | Piece | None]:
         """Begin an update; on exit, end it. On entry, groups must hold their entries.
 
-        Returns: its pieces, in the same order on all ranks; None if torch's own call updates all entries.
+        Returns: its pieces, in the same order on all ranks; one piece, or None for all entries, if torch's own call
+            updates it.
 
         Raises:
             RuntimeError: on exit, on all ranks, if values could not be read or written on one.
@@ -71,23 +72,30 @@ class Lent:
     Args:
         master: the slice.
         values: what the optimizer updates.
-        held: the gradient, of any dtype, on any device.
+        held: the gradient, of any dtype, on any device; None without one.
     """
 
-    def __init__(self, master: Tensor, values: Tensor, held: Tensor) -> None:
+    def __init__(self, master: Tensor, values: Tensor, held: Tensor | None) -> None:
         self.master, self._values, self._held = master, values, held
-        self.entry = torch.nn.Parameter(values)
+        self.entry = torch.nn.Parameter(values, requires_grad=master.requires_grad)
 
     def begin(self) -> Tensor:
         """Return the entry, with its gradient."""
-        self.entry.grad = self._given = self._held.to(self.entry.device, self.entry.dtype)
+        if self._held is not None:
+            self.entry.grad = self._given = self._held.to(self.entry.device, self.entry.dtype)
         return self.entry
 
     def end(self) -> None:
         """Keep what the optimizer has left as values and as the gradient."""
         if self.entry.data_ptr() != self._values.data_ptr():  # an optimizer may replace `.data`
             self._values.copy_(self.entry.detach())
-        held, given, left = self._held, self._given, self.entry.grad
-        is_copy = given.data_ptr() != held.data_ptr()
-        if left is not None and (left is not given or (is_copy and version_of(given))):
+        if (held := self._held) is None or (left := self.entry.grad) is None:
+            return
+        is_copy = self._given.data_ptr() != held.data_ptr()
+        if left is not self._given or (is_copy and version_of(left)):
             held.copy_(left)
+
+    @property
+    def has_dropped(self) -> bool:
+        """Whether the optimizer has dropped the gradient."""
+        return self._held is not None and self.entry.grad is None

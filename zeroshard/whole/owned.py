@@ -44,10 +44,10 @@ def owned_states(engine: Engine, optimizers: Sequence[ShardedOptimizer]) -> list
     found: list[dict[str, OwnedState]] = []
     for one in optimizers:
         whole = [master for master in one.masters if slot_of(master).updater is not None]
-        rows = [json.dumps(_described(one, whole))]
-        if any(not slot_of(master).bucket.spec.updates_all for master in whole):
-            rows = _texts(engine, rows[0], "the states of whole parameters")
-        read = [json.loads(row) for row in rows]
+        is_here = all(slot_of(master).bucket.spec.updates_all for master in whole)
+        read: list[Any] = [mine := _described(one, whole, takes_all=is_here)]
+        if not is_here:
+            read = [json.loads(row) for row in _texts(engine, json.dumps(mine), "the states of whole parameters")]
         if wrong := [text for text in read if isinstance(text, str)]:
             raise TypeError(f"{engine.mesh} {wrong[0]}")
         states = {name: {key: _undescribed(*rest) for key, *rest in pairs} for row in read for name, pairs in row}
@@ -56,10 +56,13 @@ def owned_states(engine: Engine, optimizers: Sequence[ShardedOptimizer]) -> list
     return found
 
 
-def _described(one: ShardedOptimizer, masters: Sequence[Tensor]) -> list[Any] | str:
+def _described(one: ShardedOptimizer, masters: Sequence[Tensor], *, takes_all: bool) -> list[Any] | str:
     """Return the name and states of each parameter: keys, dtypes, shapes, and values of 0-d tensors.
 
     Returns a text instead if a state cannot be described: the error that all ranks raise.
+
+    Args:
+        takes_all: whether states of other types stand for themselves, since each rank has all.
     """
     found = []
     for master in masters:
@@ -68,7 +71,7 @@ def _described(one: ShardedOptimizer, masters: Sequence[Tensor]) -> list[Any] | 
             if isinstance(value, Tensor):
                 dtype, shape = str(value.dtype).removeprefix("torch."), [*value.shape]
                 pairs.append((key, dtype, shape, None if is_stored(value) else value.item()))
-            elif isinstance(value, PLAIN):
+            elif takes_all or isinstance(value, PLAIN):
                 pairs.append((key, "", None, value))
             else:
                 return (
