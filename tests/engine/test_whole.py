@@ -758,6 +758,20 @@ class Sharpness(torch.optim.SGD):
         super().step()
 
 
+class Ascent(torch.optim.SGD):
+    """Has the two methods of SAM, and another optimizer inside, which its constructor makes."""
+
+    def __init__(self, parameters: Any, base: type[Optimizer], lr: float = 0.1) -> None:
+        super().__init__(parameters, lr=lr)
+        self.base = base(self.param_groups)
+
+    def first_step(self) -> None:
+        """Change parameters between two backwards."""
+
+    def second_step(self) -> None:
+        """Take the change back, and update."""
+
+
 class OfModel(torch.optim.SGD):
     """Is built with the model."""
 
@@ -767,9 +781,11 @@ class OfModel(torch.optim.SGD):
 
 def test_others_that_cannot_be_tried_are_refused_by_name_too() -> None:
     model = models.build(models.Stack)
-    for optimizer in (Sharpness(model.parameters()), whole_matrix(Sharpness(model.parameters()))):
-        with pytest.raises(ValueError, match=r"Sharpness\.step\(\) evaluates a closure: "):
-            zs.shard(model, optimizer, stage=1)
+    marked = whole_matrix(Sharpness(model.parameters()))
+    for optimizer in (Sharpness(model.parameters()), marked, Ascent(model.parameters(), torch.optim.SGD)):
+        for stage in (0, 1):
+            with pytest.raises(ValueError, match=rf"{type(optimizer).__name__}\.step\(\) evaluates a closure: "):
+                zs.shard(model, optimizer, stage=stage)
     with pytest.raises(
         ValueError, match=r"cannot be tried on slices: its constructor needs model, which .*elementwise=True"
     ):

@@ -100,7 +100,10 @@ def _refuse(optimizer: torch.optim.Optimizer) -> None:
     if any(one.__module__.startswith("accelerate.") for one in type(optimizer).__mro__):
         raise ValueError(f"{name} wraps an optimizer: give zeroshard the optimizer before accelerator.prepare().")
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
+    is_needed = closure is not None and closure.default is inspect.Parameter.empty
+    # SAM changes parameters in `first_step`, for the backward before its `second_step`.
+    is_needed |= hasattr(type(optimizer), "first_step")
+    if is_needed or (not is_elementwise(optimizer) and _needs_closure(optimizer)):
         raise ValueError(_evaluates(name))
     if isinstance(optimizer, torch.optim.SparseAdam):
         raise ValueError(
@@ -169,8 +172,6 @@ def _admit(
     try:
         whole, parts = _probe(optimizer, shape, [24], options), _probe(optimizer, None, [7, 0, 12, 5], options)
     except Exception as error:
-        if _needs_closure(optimizer):
-            raise ValueError(_evaluates(cls.__name__)) from None
         raise ValueError(
             f"{cls.__name__} is not known to be element-wise, and trying it on slices failed with "
             f"{type(error).__name__}: {error}. {remedy}"
@@ -203,8 +204,6 @@ def _admit_whole(optimizer: torch.optim.Optimizer, whole: Whole, elementwise: bo
     try:
         at_once, in_turn = (_update(optimizer, taken, is_in_turn=is_in_turn) for is_in_turn in (False, True))
     except Exception as error:
-        if _needs_closure(optimizer):
-            raise ValueError(_evaluates(name)) from None
         raise ValueError(
             f"{name} updates whole parameters on their owners, but a trial on small parameters, one at a time, failed "
             f"with {type(error).__name__}: {error}. Its step() must run without a closure, "
@@ -277,7 +276,7 @@ def _evaluates(name: str) -> str:
 
 
 def _needs_closure(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether a step on a matrix fails without a closure, and calls a given closure."""
+    """Return whether a step on a matrix fails without a closure, and succeeds with one, which it calls."""
     calls: list[int] = []
     parameter = torch.nn.Parameter(torch.ones(6, 4, **PLAIN))
     parameter.grad = torch.ones(6, 4, **PLAIN)
@@ -290,9 +289,10 @@ def _needs_closure(optimizer: torch.optim.Optimizer) -> bool:
     with suppress(Exception):
         rebuild(optimizer, [{"params": [parameter]}]).step()
         return False
-    with suppress(Exception):  # it may need more arguments
+    with suppress(Exception):
         rebuild(optimizer, [{"params": [parameter]}]).step(closure)
-    return bool(calls)
+        return bool(calls)
+    return False
 
 
 def _arguments(optimizer: torch.optim.Optimizer) -> list[str]:
