@@ -794,6 +794,20 @@ def test_others_that_cannot_be_tried_are_refused_by_name_too() -> None:
         zs.shard(model, torch.optim.SparseAdam(model.parameters()), stage=0)
 
 
+class Outside(Optimizer):
+    """Wraps an optimizer without the constructor of torch's class, as Lookahead of timm does."""
+
+    def __init__(self, base: Optimizer) -> None:
+        self.base, self.param_groups, self.defaults, self.state = base, base.param_groups, base.defaults, base.state
+
+
+def test_a_wrapper_without_hooks_is_refused_by_name() -> None:
+    model = models.build(models.Stack)
+    for stage in (0, 3):
+        with pytest.raises(ValueError, match="Outside wraps an optimizer without the constructor of torch"):
+            zs.shard(model, Outside(torch.optim.AdamW(model.parameters())), stage=stage)
+
+
 def test_an_unmarked_one_is_told_of_the_mark() -> None:
     model = models.build(models.Stack)
     with pytest.raises(ValueError, match=r"Trust is not element-wise.*zs\.optim\.whole_matrix\(optimizer\)"):

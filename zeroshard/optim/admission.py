@@ -99,6 +99,13 @@ def _refuse(optimizer: torch.optim.Optimizer) -> None:
     name = type(optimizer).__name__
     if any(one.__module__.startswith("accelerate.") for one in type(optimizer).__mro__):
         raise ValueError(f"{name} wraps an optimizer: give zeroshard the optimizer before accelerator.prepare().")
+    try:
+        optimizer.register_step_pre_hook(lambda *_: None).remove()
+    except AttributeError:
+        raise ValueError(
+            f"{name} wraps an optimizer without the constructor of torch.optim.Optimizer, so its steps run no hooks. "
+            "Give zeroshard an optimizer that is not wrapped, or whose constructor calls super().__init__(params, defaults)."
+        ) from None
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     is_needed = closure is not None and closure.default is inspect.Parameter.empty
     # SAM changes parameters in `first_step`, for the backward before its `second_step`.
