@@ -218,10 +218,10 @@ def _wanted(
             slot = slots.get(_owner_of(reader, spec))
             if slot is None:
                 continue  # another place of a pipe reads it
-            if slot.updater is None:
+            if _is_cut(slot, spec):
                 order = order_of(slot)
                 yield True, spec.name, *_range_in(spec, order, held_range(slot), cut_of(slot, order, mesh))
-            elif slot.has_whole_states:
+            elif slot.updater is None or slot.has_whole_states:
                 yield True, spec.name, 0, spec.numel
 
 
@@ -339,8 +339,7 @@ def _check_states(optimizers: Sequence[ShardedOptimizer], whole: Whole, content:
             continue
         name = _owner_of(reader, spec)
         slot = slots.get(name)
-        is_cut = slot is not None and slot.updater is None
-        if name not in listed or (slot is not None and is_cut and spec.shape != tuple(slot.shape)):
+        if name not in listed or (slot is not None and _is_cut(slot, spec) and spec.shape != tuple(slot.shape)):
             raise CheckpointError(
                 f"{reader.path}: the state '{spec.name}' {spec.shape} matches no parameter of the model."
             )
@@ -349,6 +348,11 @@ def _check_states(optimizers: Sequence[ShardedOptimizer], whole: Whole, content:
 def _slots_of(optimizers: Sequence[ShardedOptimizer]) -> dict[str, Slot]:
     """Return the parameters by the place of their optimizer and their name, as in "0/weight"."""
     return {f"{place}/{slot_of(m).name}": slot_of(m) for place, one in enumerate(optimizers) for m in one.masters}
+
+
+def _is_cut(slot: Slot, state: Spec) -> bool:
+    """Return whether ranks have slices of a state; a run that updated whole parameters stored counters, too."""
+    return slot.updater is None and split_state(state.name)[1] not in slot.counters
 
 
 def _owner_of(reader: CheckpointReader, state: Spec) -> str:
@@ -388,7 +392,7 @@ def _read_state(
     reader: CheckpointReader, name: str, master: Tensor, key: Any, before: Any, mesh: Mesh, cast: bool
 ) -> Tensor:
     slot, there = slot_of(master), reader.states[name]
-    if slot.updater is not None:
+    if not _is_cut(slot, there):
         values = torch.empty(there.numel, dtype=dtype_of(there.dtype), device="cpu")
         reader.fill_state(name, 0, bytes_of(values))
         return like_parameter(slot, to_rows(values, there).to(master.device))

@@ -213,8 +213,9 @@ class ShardedOptimizer:
     def _return(self) -> None:
         """Copy values that code has assigned to `.data` of slices into their buckets, of which slices are views."""
         for master, slot in [(master, slot_of(master)) for master in self._replaced]:
-            if not (slot.bucket.dtypes.is_stochastic and master.dtype == torch.float32):  # of a step that failed
-                slot.bucket.master(slot.index).copy_(master.data)
+            is_wide = slot.bucket.dtypes.is_stochastic and master.dtype == torch.float32  # of a step that failed
+            if not is_wide and master.data_ptr() != (kept := slot.bucket.master(slot.index)).data_ptr():
+                kept.copy_(master.data)
                 master.data = slot.bucket.entry(slot.index)
         self._replaced.clear()
 
