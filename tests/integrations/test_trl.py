@@ -19,7 +19,7 @@ from . import tiny
 TIMEOUT_S = 300
 STEPS = 4
 WORDS = [f"w{number}" for number in range(tiny.VOCABULARY - 3)]
-KINDS = ("sft", "sft, packed", "sft, adapters", "dpo", "dpo, adapters", "reward", "grpo", "rloo")
+KINDS = ("sft", "sft, packed", "sft, adapters", "dpo", "dpo, adapters", "dpo, synced", "reward", "grpo", "rloo")
 
 
 def tokenizer() -> transformers.PreTrainedTokenizerFast:
@@ -82,6 +82,8 @@ def trainer_of(kind: str, stage: int | None, folder: Path, **changes: Any) -> An
         ]
         if how != "adapters":
             more["ref_model"] = built()
+        if how == "synced":
+            options |= {"sync_ref_model": True, "ref_model_sync_steps": 2, "learning_rate": 1e-2}
     elif name == "reward":
         rows = [{"chosen": words(place, 5), "rejected": words(place + 3, 4)} for place in range(32)]
     else:
@@ -126,7 +128,7 @@ def test_a_trainer_of_trl_computes_what_ddp_computes(kind: str, tmp_path: Path) 
         for stage, found in zip(stages[1:], sharded, strict=True):
             assert found[0] == losses, stage
             assert found[1] == pytest.approx(norms, rel=1e-5), stage
-            if kind in ("dpo", "grpo", "rloo"):
+            if kind in ("dpo", "dpo, synced", "grpo", "rloo"):
                 assert found[2] == pytest.approx(whole / (2 if stage == 3 else 1), rel=0.01), stage
 
 

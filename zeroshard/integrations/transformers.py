@@ -6,8 +6,9 @@ states of the others.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
@@ -148,6 +149,15 @@ class ZeroMixin(transformers.Trainer if TYPE_CHECKING else object):  # type: ign
             parameter.requires_grad_(False)
         self.reference = zs.shard(model, **kept)
         keep_as_is(model)
+        for one in self.callback_handler.callbacks:
+            if hasattr(one, "sync_target_model"):  # of TRL's sync_ref_model=True: it mixes whole models
+                one.sync_target_model = partial(self._mix, one.sync_target_model)
+
+    def _mix(self, mix: Callable[..., None], *models: Any) -> None:
+        """Change the reference towards the model. Collective: as `gathered(writeback=True)`; every rank must call."""
+        assert self.zero is not None and self.reference is not None
+        with self.zero.gathered(), self.reference.gathered(writeback=True):
+            mix(*models)
 
     # -- saving -------------------------------------------------------------------------------------------------------
 
