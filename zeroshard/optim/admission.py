@@ -4,10 +4,12 @@ Owns the list of torch's element-wise optimizers and the trials of other optimiz
 `keeps.py` measures the states of an optimizer.
 """
 
+import copy
 import inspect
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
+from itertools import pairwise
 from types import MappingProxyType
 from typing import Any
 
@@ -17,11 +19,11 @@ from zeroshard.optim.keeps import NOT_OPTIONS, is_taken, rebuild
 from zeroshard.optim.packed import PackingOptimizer
 from zeroshard.optim.pieces import Resident, update_in_pieces
 from zeroshard.optim.sums import SummingOptimizer
-from zeroshard.optim.whole import Whole, whole_of
+from zeroshard.optim.whole import SHAPED, whole_of
 from zeroshard.table.whole import ELEMENTWISE
 from zeroshard.torch_private import has_split
 
-__all__ = ["check_optimizers", "is_elementwise", "needs_shapes"]
+__all__ = ["admit_groups", "check_optimizers", "is_elementwise", "needs_shapes"]
 
 Tensor = torch.Tensor
 
@@ -31,7 +33,15 @@ SLICED = frozenset(["AdamW8bit", "Lamb", "Lion"])
 
 STEPS = 3
 SIZES = ((6, 4, 2, 2), (3, 5, 2, 3))
-"""The shapes of parameters in a trial are the first dimensions of these."""
+"""The shapes of parameters in a trial of whole parameters are the first dimensions of these."""
+SCALES = (1.0, 0.7, 2.0, 0.3, 1.0, 1.5, 0.5) * 2 + (10.0, 0.1)
+"""The sizes of gradients, one for each step of a trial of slices: optimizers with norms, sums or warm-ups show."""
+TRIALS = (
+    (((24,), (0, 16, 16, 24)), ((160,), (0, 64, 64, 160))),
+    (((6, 4), (0, 16, 16, 24)), ((160, 136), (0, 1024, 1024, 2048))),
+)
+"""Of a vector and of a matrix, a small and a large one, which some optimizers factor, project or block: the shape, and
+the ends of slices, one of them empty; like those of ranks, they begin at multiples of 64 bytes."""
 PLAIN: Mapping[str, Any] = MappingProxyType({"dtype": torch.float32, "device": "cpu"})
 """Of tensors of trials, whatever torch's defaults are."""
 
@@ -55,6 +65,7 @@ def needs_shapes(optimizer: torch.optim.Optimizer, *, is_cut: bool) -> bool:
     return not (is_cut or is_known or has_split(types) or whole_of(optimizer) is not None)
 
 
+@torch.random.fork_rng(devices=[])  # user code draws the same numbers as without trials
 def check_optimizers(
     names: Mapping[int, str], optimizers: Sequence[torch.optim.Optimizer], elementwise: bool | None, *, is_cut: bool
 ) -> None:
@@ -71,11 +82,9 @@ def check_optimizers(
     for optimizer in optimizers:
         kind = type(optimizer).__name__
         _refuse(optimizer)
+        admit_groups(optimizer, optimizer.param_groups, elementwise, is_cut=is_cut)
         if (whole := whole_of(optimizer)) is None:
-            if is_cut:
-                _admit(optimizer, elementwise)
             continue
-        _admit_whole(optimizer, whole, elementwise, is_cut=is_cut)
         for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
             if not 0 <= (cost := whole.cost(tuple(parameter.shape))) < math.inf:
                 raise ValueError(
@@ -104,7 +113,7 @@ def _refuse(optimizer: torch.optim.Optimizer) -> None:
     except AttributeError:
         raise ValueError(
             f"{name} wraps an optimizer without the constructor of torch.optim.Optimizer, so its steps run no hooks. "
-            "Give zeroshard an optimizer that is not wrapped, or whose constructor calls super().__init__(params, defaults)."
+            "Give zeroshard the optimizer inside, or let the constructor call super().__init__(params, defaults)."
         ) from None
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     is_needed = closure is not None and closure.default is inspect.Parameter.empty
@@ -136,24 +145,56 @@ def _swaps(optimizer: torch.optim.Optimizer) -> bool:
     return callable(getattr(type(optimizer), "eval", None))
 
 
+@torch.random.fork_rng(devices=[])
+def admit_groups(
+    optimizer: torch.optim.Optimizer, groups: Sequence[Options], elementwise: bool | None, *, is_cut: bool
+) -> None:
+    """Raise unless an optimizer can update groups that hold the model's parameters, by trials with their options.
+
+    Args:
+        elementwise, is_cut: as for `check_optimizers`.
+
+    Raises:
+        ValueError: the update of a parameter or an element depends on others, or a trial failed.
+    """
+    mark = whole_of(optimizer)
+    whole = None if mark is SHAPED else mark
+    taken, left = list[tuple[Options, int]](), dict[str, tuple[Options, bool]]()
+    for group in groups:
+        options = {key: value for key, value in group.items() if key not in NOT_OPTIONS}
+        if isinstance(rate := optimizer.defaults.get("lr"), (float, Tensor)):  # groups often differ in it alone
+            options["lr"] = rate if rate != 0 else 1e-3
+        is_cut = is_cut or has_split(map(type, group["params"]))
+        for ndim, is_whole in sorted({(p.ndim, whole and is_taken(whole, group, p.shape)) for p in group["params"]}):
+            if is_whole:
+                taken.append((options, min(ndim, len(SIZES[0]))))
+            else:
+                left[repr((sorted(options.items()), ndim > 1))] = options, ndim > 1
+    if taken:
+        _admit_whole(optimizer, taken)
+    for chosen, is_matrix in left.values():
+        _admit(optimizer, elementwise, chosen, is_matrix=is_matrix, is_cut=is_cut)
+
+
 def _admit(
     optimizer: torch.optim.Optimizer,
     elementwise: bool | None,
+    options: Options,
     *,
-    shape: tuple[int, ...] = (6, 4),
-    options: Options | None = None,
+    is_matrix: bool,
+    is_cut: bool,
 ) -> None:
-    """Raise unless the optimizer can update slices.
+    """Raise unless the optimizer updates the entries that it gets, slices or whole parameters, as its own parameters.
 
-    Torch's own element-wise optimizers are known. For other optimizers, three steps on a small matrix, full and in
-    slices, must agree bit for bit.
+    Torch's own element-wise optimizers are known. For others, steps on one parameter, and on what ranks would have in
+    its place, must agree bit for bit.
 
     Args:
-        shape: shape of the matrix, or of its 24 elements as a vector.
-        options: options of the group.
+        options: of the group.
+        is_matrix: whether the parameter has several dimensions.
 
     Raises:
-        ValueError: the update is not element-wise, or the trial failed.
+        ValueError: the numbers differ, or the trial failed.
     """
     cls = type(optimizer)
     is_sliced = cls.__module__.startswith("zeroshard.optim") and cls.__name__ in SLICED
@@ -166,48 +207,55 @@ def _admit(
         "parameter depends on that whole parameter and on no other, or pass settings=zs.Settings(elementwise=True) if "
         "its update of an element depends on that element alone."
     )
-    if elementwise is False:
+    if is_cut and elementwise is False:
         raise ValueError(
             f"{cls.__name__} was declared not element-wise (Settings(elementwise=False)), so it cannot be sharded. "
             f"{remedy}"
         )
-    if needed := _arguments(optimizer):
+    if is_cut and (needed := _arguments(optimizer)):
         raise ValueError(
             f"{cls.__name__} is not known to be element-wise, and cannot be tried on slices: its constructor needs "
             f"{', '.join(needed)}, which its groups do not have. {remedy}"
         )
     try:
-        whole, parts = _probe(optimizer, shape, [24], options), _probe(optimizer, None, [7, 0, 12, 5], options)
+        shape = TRIALS[is_matrix][0][0]
+        reads_groups = torch.equal(_try(optimizer, options, shape), _try(optimizer, options, shape, is_replaced=True))
+        # The small one first: some need much time and memory for the large one.
+        is_fine = not (is_cut and reads_groups) or all(
+            _is_sliced(optimizer, options, *one) for one in TRIALS[is_matrix]
+        )
     except Exception as error:
+        if not is_cut:
+            return  # it sees what plain torch gives it; what else it needs is not known here
         raise ValueError(
             f"{cls.__name__} is not known to be element-wise, and trying it on slices failed with "
             f"{type(error).__name__}: {error}. {remedy}"
         ) from error
-    if not torch.equal(whole, parts):
-        count = int((whole != parts).sum())
+    if not reads_groups:
         raise ValueError(
-            f"{cls.__name__} is not element-wise: after three steps {count} of {whole.numel()} elements differ between "
-            f"a whole matrix and slices of it, so sharding would change the training. {remedy}"
+            f"{cls.__name__} does not update what is in its groups: zs.shard puts other entries there, and in a trial "
+            "they got other numbers. It may keep a list of its parameters, or states outside optimizer.state. Let its "
+            f"step() read param_groups and state, or use one of {', '.join(sorted(ELEMENTWISE))}."
+        )
+    if not is_fine:
+        raise ValueError(
+            f"{cls.__name__} is not element-wise: in a trial of {len(SCALES)} steps, elements differ between a whole "
+            f"parameter and slices of it on several ranks, so sharding would change the training. {remedy}"
         )
 
 
-def _admit_whole(optimizer: torch.optim.Optimizer, whole: Whole, elementwise: bool | None, *, is_cut: bool) -> None:
-    """Raise unless the optimizer can update parameters one at a time, and the others in slices.
+def _admit_whole(optimizer: torch.optim.Optimizer, taken: Sequence[tuple[Options, int]]) -> None:
+    """Raise unless the optimizer can update whole parameters one at a time.
 
     Three steps on small parameters, all at once and one at a time, must agree bit for bit.
 
     Args:
-        whole: the parameters that it updates as a whole.
-        is_cut: whether ranks update slices of the others.
+        taken: the kinds of parameters that it updates as a whole, as for `_update`.
 
     Raises:
         ValueError: the update of a parameter depends on others, or the trial failed.
     """
-    name, taken, left = type(optimizer).__name__, list[tuple[Options, int]](), list[tuple[Options, int]]()
-    for group in optimizer.param_groups:
-        options = {key: value for key, value in group.items() if key not in NOT_OPTIONS}
-        for ndim, is_whole in sorted({(p.ndim, is_taken(whole, group, p.shape)) for p in group["params"]}):
-            (taken if is_whole else left).append((options, min(ndim, len(SIZES[0]))))
+    name = type(optimizer).__name__
     try:
         at_once, in_turn = (_update(optimizer, taken, is_in_turn=is_in_turn) for is_in_turn in (False, True))
     except Exception as error:
@@ -223,8 +271,6 @@ def _admit_whole(optimizer: torch.optim.Optimizer, whole: Whole, elementwise: bo
             f"{at_once.numel()} elements differ between all parameters at once and one at a time. Keep all counters "
             "per parameter, in optimizer.state; otherwise the optimizer cannot be sharded."
         )
-    for chosen, ndim in left if is_cut else ():
-        _admit(optimizer, elementwise, shape=(6, 4) if ndim > 1 else (24,), options=chosen)
 
 
 def _update(optimizer: torch.optim.Optimizer, kinds: Sequence[tuple[Options, int]], *, is_in_turn: bool) -> Tensor:
@@ -234,8 +280,6 @@ def _update(optimizer: torch.optim.Optimizer, kinds: Sequence[tuple[Options, int
         kinds: (options of a group, number of dimensions of its parameters).
         is_in_turn: update one parameter at a time.
     """
-    if not kinds:
-        return torch.empty(0, **PLAIN)
     groups: list[dict[str, Any]] = []
     for chosen, ndim in kinds:
         shapes = [sizes[:ndim] for sizes in SIZES]
@@ -254,24 +298,52 @@ def _update(optimizer: torch.optim.Optimizer, kinds: Sequence[tuple[Options, int
     return torch.cat([part.detach().flatten() for part in parts])
 
 
-def _probe(
+def _try(
     optimizer: torch.optim.Optimizer,
-    shape: tuple[int, ...] | None,
-    numels: Sequence[int],
-    options: Options | None = None,
+    options: Options,
+    shape: tuple[int, ...],
+    cuts: Sequence[int] = (),
+    *,
+    is_replaced: bool = False,
 ) -> Tensor:
-    """Run three steps of a new optimizer of the same class on 24 elements, split into `numels`; return the elements."""
-    values = torch.linspace(-1.0, 2.0, 24, **PLAIN)
-    parts = [
-        torch.nn.Parameter((part.reshape(shape) if shape else part).clone()) for part in values.split(list(numels))
-    ]
-    fresh = rebuild(optimizer, [{**(options or {}), "params": parts}])
-    for step in range(STEPS):
-        grads = torch.sin(torch.arange(24.0, **PLAIN) * (step + 1)).split(list(numels))
-        for part, grad in zip(parts, grads, strict=True):
-            part.grad = grad.reshape(part.shape).clone()
-        fresh.step()
-    return torch.cat([part.detach().flatten() for part in parts])
+    """Run steps of new optimizers on a parameter; return the elements.
+
+    Args:
+        cuts: ends of the slices that replace the parameter in the groups, each in an optimizer of its own, as on ranks.
+        is_replaced: replace the parameter by another of its shape before each step, as where ranks update all of it.
+    """
+    values, found = torch.linspace(-1.0, 2.0, math.prod(shape), **PLAIN), list[Tensor]()
+    places = torch.arange(float(values.numel()), **PLAIN)
+    for start, stop in pairwise(cuts or (0, values.numel())):
+        entry = torch.nn.Parameter(values.clone().view(shape))
+        torch.default_generator.manual_seed(0)
+        fresh = rebuild(optimizer, [{**copy.deepcopy(dict(options)), "params": [entry]}])
+        part = values[start:stop].clone()
+        for step, scale in enumerate(SCALES):
+            if is_replaced or (cuts and step == 0):
+                entry = _replaced(fresh, entry, part if cuts else part.view(shape), start)
+            grad = (2 * torch.cos(places) + torch.sin(places * (step + 1)) / 2) * scale  # with a mean, as of a descent
+            entry.grad = grad[start:stop].clone().view_as(entry)
+            fresh.step()
+            if not cuts:  # `.data` of slices cannot be replaced
+                part.copy_(entry.detach().flatten())
+        found.append(part)
+    return torch.cat(found)
+
+
+def _is_sliced(optimizer: torch.optim.Optimizer, options: Options, shape: tuple[int, ...], cuts: Sequence[int]) -> bool:
+    """Return whether slices of a parameter get the numbers of the whole one."""
+    return torch.equal(_try(optimizer, options, shape).narrow(0, 0, cuts[-1]), _try(optimizer, options, shape, cuts))
+
+
+def _replaced(optimizer: torch.optim.Optimizer, before: Tensor, values: Tensor, start: int) -> torch.nn.Parameter:
+    """Replace the entry of an optimizer by one of other values, with its states, which are cut where the values are."""
+    entry = torch.nn.Parameter(values)
+    optimizer.param_groups[0]["params"] = [entry]
+    for key, value in optimizer.state.pop(before, {}).items():
+        is_cut = isinstance(value, Tensor) and value.shape == before.shape != values.shape
+        optimizer.state[entry][key] = value.flatten()[start : start + values.numel()].clone() if is_cut else value
+    return entry
 
 
 def _evaluates(name: str) -> str:

@@ -1,0 +1,111 @@
+"""Trials find optimizers that slices, or other entries in their groups, would train on other numbers."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import zeroshard as zs
+from tests import models
+from zeroshard.optim.admission import check_optimizers
+
+
+class Scaled(Optimizer):
+    """Multiplies the update of each parameter by a factor, which a test replaces."""
+
+    def __init__(self, params: Any, lr: float = 1e-2, layerwise: bool = False) -> None:
+        super().__init__(params, {"lr": lr, "layerwise": layerwise})
+
+    def factor(self, p: Tensor, group: dict[str, Any]) -> Any:
+        """Return what the update of a parameter is multiplied by."""
+        return p.norm() if group["layerwise"] else 1.0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(self.factor(p, group) * p.grad, alpha=group["lr"])
+
+
+class Summed(Scaled):
+    """Adapts its rate by a sum over all parameters of its groups, as Prodigy does."""
+
+    def factor(self, p: Tensor, group: dict[str, Any]) -> Any:
+        grads = [one.grad for g in self.param_groups for one in g["params"] if one.grad is not None]
+        return sum(int((grad > 0.5).sum()) for grad in grads)
+
+
+class Large(Scaled):
+    """Needs whole matrices that are large enough, as some factor only these."""
+
+    def factor(self, p: Tensor, group: dict[str, Any]) -> Any:
+        return 2.0 if p.ndim == 2 and min(p.shape) >= 128 else 1.0
+
+
+class Clipped(Scaled):
+    """Clips gradients that are large for one step."""
+
+    def factor(self, p: Tensor, group: dict[str, Any]) -> Any:
+        assert p.grad is not None
+        return 1.0 if not p.numel() or p.grad.abs().max() < 10 else 1 / p.grad.norm()
+
+
+class Listed(Scaled):
+    """Keeps a list of its parameters."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.all = [p for group in self.param_groups for p in group["params"]]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in self.all:
+            if p.grad is not None:
+                p.sub_(p.grad, alpha=0.1)
+
+
+class Noisy(Scaled):
+    """Draws random numbers."""
+
+    def factor(self, p: Tensor, group: dict[str, Any]) -> Any:
+        return torch.rand(())
+
+
+def check(make: Callable[[Any], Optimizer], *, is_cut: bool) -> None:
+    model = models.build(models.Stack)
+    check_optimizers({}, [make(model.parameters())], None, is_cut=is_cut)
+
+
+@pytest.mark.parametrize("cls", [Summed, Large, Clipped])
+def test_what_ranks_alone_would_do_otherwise_is_refused(cls: type[Scaled]) -> None:
+    with pytest.raises(
+        ValueError, match=f"{cls.__name__} is not element-wise.*stage=0.*whole_matrix.*elementwise=True"
+    ):
+        check(cls, is_cut=True)
+    check(cls, is_cut=False)
+
+
+def test_options_of_groups_decide() -> None:
+    check(Scaled, is_cut=True)
+    check(lambda params: Scaled(params, lr=0.0), is_cut=True)
+    for lr in (1e-2, 0.0):  # a warm-up may begin with a rate that moves nothing
+        with pytest.raises(ValueError, match="Scaled is not element-wise"):
+            check(lambda params, lr=lr: Scaled([{"params": [*params], "layerwise": True}], lr=lr), is_cut=True)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_list_of_its_own_is_refused(stage: int) -> None:
+    model = nn.Linear(3, 2)
+    with pytest.raises(ValueError, match="Listed does not update what is in its groups"):
+        zs.shard(model, Listed(model.parameters()), stage=stage, precision="bf16")
+
+
+def test_a_trial_draws_no_numbers_of_user_code() -> None:
+    optimizer = Noisy(nn.Linear(3, 2).parameters())
+    before = torch.get_rng_state()
+    check_optimizers({}, [optimizer], None, is_cut=False)
+    assert torch.equal(before, torch.get_rng_state())
