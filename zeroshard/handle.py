@@ -33,7 +33,7 @@ from zeroshard.core.unit import Unit
 from zeroshard.describe.optimizers import check_entries, optimizers_of
 from zeroshard.loader import Stateful, restore, states_of
 from zeroshard.misuse import HABIT, Loop, refuse_those
-from zeroshard.optim.admission import check_optimizers, needs_shapes
+from zeroshard.optim.admission import admit_groups, check_optimizers, needs_shapes
 from zeroshard.optim.keeps import kept_by
 from zeroshard.optim.whole import ATTRIBUTE, SHAPED
 from zeroshard.outer.start import Start
@@ -204,7 +204,8 @@ class Zero:
         self._chosen += choose_kernels(self._engine.guard, optimizer, self._engine.undo)
         number, kept = len(self._sharded), kept_by(optimizer)
         source = source_of(self._engine, self._stores, optimizer, kept.cost[0] if kept.cost else 0)
-        self._sharded.append(ShardedOptimizer(self._engine, optimizer, number, source, kept))
+        admit = functools.partial(admit_groups, optimizer, elementwise=self._elementwise, is_cut=self.residency.is_cut)
+        self._sharded.append(ShardedOptimizer(self._engine, optimizer, number, source, kept, admit))
         if self._islands is not None:
             self._islands.follow(self._sharded[-1])
         open_states(self._engine, self._sharded[-1])

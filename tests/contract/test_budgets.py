@@ -71,7 +71,7 @@ ADDED = {
     "gradients pin memory of exact sizes, once": 7,
     "backwards and steps inside compiled functions": 7,
     "threads beside a forward, unused parameters in plans": 7,
-    "optimizers that are not known see shapes where nothing is cut": 21,
+    "optimizers that are not known see shapes where nothing is cut; trials of groups added later": 31,
     "silent faults: shared memory, changed parameters, complex reductions, lazy signs, orders of copies": 43,
     "averages ask what was trained, also if it is frozen again": 7,
     "options, tensors and lists of another type are refused by name": 13,

@@ -97,6 +97,17 @@ def test_options_of_groups_decide() -> None:
             check(lambda params, lr=lr: Scaled([{"params": [*params], "layerwise": True}], lr=lr), is_cut=True)
 
 
+def test_options_of_a_group_added_later_decide() -> None:
+    model = models.build(models.Stack)
+    model.head.requires_grad_(False)
+    optimizer = Scaled([*model.stem.parameters(), *model.blocks.parameters()])
+    zs.shard(model, optimizer, stage=1)
+    model.head.requires_grad_(True)
+    with pytest.raises(ValueError, match="Scaled is not element-wise"):
+        optimizer.add_param_group({"params": [*model.head.parameters()], "layerwise": True})
+    optimizer.add_param_group({"params": [*model.head.parameters()]})
+
+
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_list_of_its_own_is_refused(stage: int) -> None:
     model = nn.Linear(3, 2)

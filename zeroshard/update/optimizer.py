@@ -52,13 +52,20 @@ class ShardedOptimizer:
         index: place among the model's optimizers; the same on every rank.
         source: where the pieces of its updates come from.
         kept: what it keeps, for predictions.
+        admit: raises unless it can update some groups, which hold the model's parameters.
     """
 
     def __init__(
-        self, engine: Engine, optimizer: torch.optim.Optimizer, index: int, source: Source, kept: Kept
+        self,
+        engine: Engine,
+        optimizer: torch.optim.Optimizer,
+        index: int,
+        source: Source,
+        kept: Kept,
+        admit: Callable[[Sequence[dict[str, Any]]], None],
     ) -> None:
         self._engine, self.optimizer, self._index = engine, optimizer, index
-        self.source, self.kept = source, kept
+        self.source, self.kept, self._admit = source, kept, admit
         self.steps = 0
         """Steps so far, skipped ones included."""
         self.applied = 0
@@ -125,6 +132,7 @@ class ShardedOptimizer:
                     "its own."
                 )
         _check_free(group["params"])
+        self._admit([self.optimizer.defaults | group])
         self.source.plan([group])
         self._add_plain(group)
         self._cut(self.optimizer.param_groups[-1])
