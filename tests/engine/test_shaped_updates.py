@@ -29,6 +29,7 @@ class Factored(Optimizer):
                 square = p.grad.square() + 1e-8
                 if p.ndim > 1:
                     state = self.state[p]
+                    state["calls"] = [*state.get("calls", []), group["calls"]]
                     for dim in (0, 1):
                         state[f"mean_{dim}"] = square.mean(dim, keepdim=True) + state.get(f"mean_{dim}", 0.0)
                     square = state["mean_0"] * state["mean_1"] / square.mean()
