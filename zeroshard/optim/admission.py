@@ -325,8 +325,7 @@ def _try(
             grad = (2 * torch.cos(places) + torch.sin(places * (step + 1)) / 2) * scale  # with a mean, as of a descent
             entry.grad = grad[start:stop].clone().view_as(entry)
             fresh.step()
-            if not cuts:  # `.data` of slices cannot be replaced
-                part.copy_(entry.detach().flatten())
+            part.copy_(entry.detach().flatten())  # it may have replaced `.data`
         found.append(part)
     return torch.cat(found)
 
