@@ -36,6 +36,7 @@ def made() -> Trainer:
     assert scale is not None
     scale.value, scale.history = 1024.0, [4096.0, 2048.0]
     trainer.train(0, 1)
+    scale._good_steps = 2
     with trainer.zero.gathered(writeback=True, states=True), torch.no_grad():
         for number, parameter in enumerate(trainer.model.parameters()):
             set_by_formula(parameter, 8, -number)
