@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
@@ -240,8 +241,9 @@ def test_sequence_parallelism_keeps_and_sends_as_much() -> None:
         assert parts_bytes == DEPTH * 11 * INPUT_BYTES
 
 
-def drop_a_loss(stage: int, shared: bool) -> list[Tensor]:
-    """Start gathers ahead for a forward before the one that is propagated, and free them. Runs on a rank."""
+def drop_a_loss(stage: int, shared: bool, keeps: bool) -> list[Tensor]:
+    """Run a forward before the one that is propagated, and free its graph; with `keeps` rank 0 does so later."""
+    kept = []
     torch.manual_seed(0)
     model = nn.Sequential(*(models.Block(WIDTH) for _ in range(2)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -252,17 +254,22 @@ def drop_a_loss(stage: int, shared: bool) -> list[Tensor]:
     for step in range(4):
         x = randn(BATCH * LENGTH, WIDTH, key=[step])
         dropped = model(x).square().mean()
+        if keeps and dist.get_rank() == 0:
+            kept.append(dropped)
+            del kept[: step - 1]
+        if keeps:
+            del dropped
         model(x).square().mean().backward()
-        del dropped
+        dropped = None
         optimizer.step()
         optimizer.zero_grad()
     return [one.detach().clone() for one in model.parameters()]
 
 
-@pytest.mark.parametrize(("stage", "shared"), [(0, True), (2, False)])
-def test_a_graph_may_be_freed_before_it_reads_what_is_gathered_ahead(stage: int, shared: bool) -> None:
-    """A message whose tensors are freed on their way stops all messages after it: both ranks waited for a vote."""
-    first, second = run_ranks(drop_a_loss, 2, stage, shared, timeout_s=TIMEOUT_S)
+@pytest.mark.parametrize(("stage", "shared", "keeps"), [(0, True, False), (2, False, False), (3, False, True)])
+def test_graphs_of_other_forwards_may_live_as_long_as_they_like(stage: int, shared: bool, keeps: bool) -> None:
+    """A gather ahead of use for a forward that no rank, or only one rank, has still: the ranks waited for ever."""
+    first, second = run_ranks(drop_a_loss, 2, stage, shared, keeps, timeout_s=TIMEOUT_S)
     assert all(map(torch.equal, first, second))
 
 

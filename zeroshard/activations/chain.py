@@ -36,6 +36,9 @@ CAPTURED: Final = "captured"
 class Link(ABC):
     """One treatment."""
 
+    is_collective = False
+    """Whether restorations need other ranks, which must start them in the same order."""
+
     @abstractmethod
     def treat(self, held: Sequence["Held"], unit: int, outputs: Any) -> None:
         """Replace values with their compact form (`Held.put`), if this saves memory.
@@ -103,19 +106,22 @@ class Held:
 class _Batch:
     """The tensors saved in one forward of a unit, by weak references, so that a freed graph leaves nothing."""
 
-    def __init__(self, held: Sequence[Held], previous: "weakref.ref[_Batch] | None") -> None:
-        self._held, self._previous = [weakref.ref(one) for one in held], previous
+    def __init__(self, held: Sequence[Held], unit: int, previous: "weakref.ref[_Batch] | None") -> None:
+        self._held, self._unit, self._previous = [weakref.ref(one) for one in held], unit, previous
         for one in held:
             one.batch = self
 
     def prepare(self) -> None:
         """Start the restorations that backward needs next."""
-        batch: _Batch | None = self
+        batch, unit, is_earlier = self, self._unit, False
         for distance in (0, 1):
-            batch = None if batch is None or batch._previous is None else batch._previous()
-            for ref in batch._held if batch is not None else ():
+            if batch._previous is None or (previous := batch._previous()) is None:
+                break
+            # Units run in order: before the first one is an earlier forward, whose graph a rank may keep by itself.
+            batch, is_earlier, unit = previous, is_earlier or previous._unit >= unit, previous._unit
+            for ref in batch._held:
                 # A tensor that changed in place raises when it is used, if it is.
-                if (one := ref()) is not None:
+                if (one := ref()) is not None and not (is_earlier and any(link.is_collective for link in one.steps)):
                     with suppress(ChangedInPlaceError):
                         one.advance(min(distance, len(one.steps) - 1))
 
@@ -189,7 +195,7 @@ class Chained(Treatment):
             if one.steps:
                 box.value, box.treatment = one, self
         if treated:
-            self._last = weakref.ref(_Batch(treated, self._last))
+            self._last = weakref.ref(_Batch(treated, unit, self._last))
 
     def restore(self, box: Box) -> Tensor:
         """Undo the links in reverse order."""

@@ -83,6 +83,8 @@ class _Gather:
 class Partition(Link):
     """Keeps 1/T of each input of a recomputed module, for the T ranks along the tensor axis."""
 
+    is_collective = True
+
     def __init__(self, axis: Axis) -> None:
         self._axis, self._number = axis, 0
         self._dropped: list[Callable[[], object]] = []
