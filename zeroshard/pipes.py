@@ -159,6 +159,7 @@ def pipeline(
         raise
     engine = zero._engine
     chunked.absence.place = str(engine.mesh)
+    chunked.note_hooks()
     stand_in_on(engine.mesh.device, model, removed, chunked.absence)
     reduces_last = _reduces_last(zero, domain, reduce, room_bytes)
     return Pipeline(zero, _runner(engine, chunked, training, loss, reduces_last=reduces_last))

@@ -134,7 +134,7 @@ def draws(m: Model, x: Tensor) -> Tensor:
 
 
 def in_place(m: Model, x: Tensor) -> Tensor:
-    h = m.stem(x)
+    h = m.stem(x.div_(2))
     h += 1
     for block in m.blocks:
         h = block(h)
@@ -215,6 +215,19 @@ def clipped_by_group() -> str:
     return ""
 
 
+def with_a_hook_of_the_whole() -> str:
+    pipe, model, _ = pipe_of(plain)
+    model.register_forward_hook(lambda module, args, output: output)
+    pipe.step(*batch())
+    return ""
+
+
+def with_an_input_that_is_trained() -> str:
+    x, y = batch()
+    pipe_of(plain)[0].step(x.requires_grad_(), y)
+    return ""
+
+
 def without_gradients() -> str:
     pipe = pipe_of(plain)[0]
     with torch.no_grad():
@@ -282,6 +295,8 @@ REFUSED: MappingProxyType[str, tuple[Callable[[], str], str]] = MappingProxyType
         "clipping by module": (clipped_by_module, "Clip all parameters together"),
         "clipping by group": (clipped_by_group, "Clip all parameters together"),
         "no_grad": (without_gradients, "gradients are off here"),
+        "a hook of the whole": (with_a_hook_of_the_whole, "hook of Model as a whole would run at each chunk"),
+        "a trained input": (with_an_input_that_is_trained, "An input of a pipe's step requires a gradient"),
         "a compiled model": (compiled_whole, "is compiled as a whole"),
         "interleaved on one place": (interleaved_on_one_place, "needs at least 2 places"),
         "nine dimensions": (outputs_of_other_kinds, "at most 8 dimensions"),
@@ -309,9 +324,9 @@ def test_what_a_pipe_does_not_see_is_refused_on_all_ranks() -> None:
         assert all(told), (name, told)
 
 
-def both() -> Any:
-    """Train where a value is changed in place after a part, evaluate in other modes; return losses and the batch."""
-    pipe, _, optimizer = pipe_of(in_place)
+def both(**options: Any) -> Any:
+    """Train where an input and a value are changed in place, evaluate in other modes; return losses and the batch."""
+    pipe, _, optimizer = pipe_of(in_place, **options)
     x, y = batch()
     losses = [pipe.step(x, y).item()]
     optimizer.zero_grad()
@@ -321,11 +336,12 @@ def both() -> Any:
     return losses, torch.equal(x, batch()[0])
 
 
-def test_what_a_pipe_sees_trains() -> None:
+@pytest.mark.parametrize("options", [{}, {"schedule": "interleaved"}, {"recompute": True}])
+def test_what_a_pipe_sees_trains(options: dict[str, Any]) -> None:
     torch.manual_seed(7)
     x, y = batch()
     expected = F.mse_loss(Model(in_place).double()(x), y).item()
-    for losses, is_unchanged in run_ranks(both, 2, timeout_s=90.0):
+    for losses, is_unchanged in run_ranks(functools.partial(both, **options), 2, timeout_s=90.0):
         assert losses == pytest.approx([expected] * 3, rel=1e-12) and is_unchanged
 
 

@@ -84,5 +84,6 @@ class Again:
             raise RuntimeError(
                 f"{self._text} gave other results when it ran again for its backward, so gradients would be wrong: it "
                 "reads state that changed in between, such as an attribute, a counter, or random numbers from outside "
-                "torch. Pass recompute=False."
+                "torch, or torch computes it otherwise without gradients (nn.LSTM, nn.TransformerEncoderLayer in "
+                "eval()). Pass recompute=False."
             )

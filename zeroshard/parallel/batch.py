@@ -50,6 +50,11 @@ class Batch:
                 f"{self.place} A pipe cuts the first dimension of each tensor of inputs and targets into "
                 f"micro-batches, and needs tensors of one length there; got {shown or 'no tensor'}."
             )
+        if torch.is_grad_enabled() and any(one.requires_grad for one in find(self._all, Tensor)):
+            raise ValueError(
+                f"{self.place} An input of a pipe's step requires a gradient, of which each place would have a part: "
+                "detach() it, or make it a parameter of the model."
+            )
         if self.rows % self.micro_batches or not self.rows:
             raise ValueError(
                 f"{self.place} A batch of {self.rows} cannot be cut into {self.micro_batches} equal micro-batches: "
@@ -81,10 +86,13 @@ class Batch:
         return ((total ^ (total >> 12)) & BITS).double()  # the highest bits, too: signs and exponents
 
     def at(self, micro_batch: int) -> tuple[Any, Any, Any]:
-        """Return args, kwargs and targets of a micro-batch."""
+        """Return args, kwargs and targets of a micro-batch: copies, since each chunk runs the forward from the start.
+
+        A forward may change its inputs in place.
+        """
         size = self.rows // self.micro_batches
         rows = slice(micro_batch * size, (micro_batch + 1) * size)
-        return map_tensors(self._all, lambda t: t[rows])  # type: ignore[no-any-return]
+        return map_tensors(self._all, lambda t: t[rows].clone())  # type: ignore[no-any-return]
 
 
 def _form(value: Any) -> Any:

@@ -110,6 +110,16 @@ class ChunkedModel:
         self._calls: dict[str, int] = {}
         self._has_entered = False
         self._sent: tuple[Tensor, ...] | None = None
+        self._theirs, self.own_hooks = set(self._hooks()), set[int]()
+        """Hooks on the results of the whole model: those of user code before, and those that the engine adds."""
+
+    def note_hooks(self) -> None:
+        """Note that what was added to the hooks of the model since the construction is the engine's."""
+        self.own_hooks = set(self._hooks()) - self._theirs
+
+    def _hooks(self) -> list[int]:
+        hooks = self.model._forward_hooks, self.model._backward_hooks, self.model._backward_pre_hooks
+        return [number for some in hooks for number in some]
 
     @property
     def place(self) -> str:
@@ -132,6 +142,11 @@ class ChunkedModel:
             arrived: the tensors of the border before the chunk.
             learned: what is known of inputs of this shape; the first forward fills it.
         """
+        if self.cut.count > 1 and not self.own_hooks.issuperset(self._hooks()):
+            raise RuntimeError(
+                f"{self.place} A forward or backward hook of {type(self.model).__name__} as a whole would run at each "
+                "chunk, on what crosses its border. Register it on the module that the forward calls last."
+            )
         self.install()
         self.chunk, self._arrived, self._learned = chunk, arrived, learned
         self._calls, self._has_entered, self._sent = {}, False, None
