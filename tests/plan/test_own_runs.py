@@ -1,12 +1,17 @@
 """Own runs on the CPU beside their plans: resident bytes are exact, peaks of torch's allocator within 2%."""
 
 import dataclasses
+import gc
 
 import pytest
 import torch
+from torch import nn
+from torch.autograd.profiler import record_function
 
 import zeroshard as zs
+from benchmarks.peaks import measure_peak
 from benchmarks.predicted import COLUMNS, WIDE, Case, compare, measure, predict
+from zeroshard.testing import run_ranks
 from zeroshard.train.models.gpt import GPT, Block, GPTConfig
 
 SMALL = Case(depth=4, context=128, batch=2)
@@ -86,3 +91,48 @@ def test_what_ranks_of_a_host_map_is_not_the_allocator_s() -> None:
     assert held == {column: by_messages.resident_bytes[column] for column in COLUMNS if column != "transient"}
     assert by_messages.allocated_bytes - by_memory.allocated_bytes >= held["parameters"] // 2
     assert by_memory.peak_bytes < by_messages.peak_bytes
+
+
+def pooled(width: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Return a model whose inputs, of 2.3 MiB, are larger than what it keeps of them."""
+    model = nn.Sequential(nn.AdaptiveAvgPool2d(8), nn.Flatten(), nn.Linear(192, width))
+    return model, torch.optim.AdamW(model.parameters())
+
+
+def most_bytes(width: int, micro_batches: int) -> int:
+    """Return the peak of torch's allocator in a third step of a loop over batches. Runs in a process of its own."""
+
+    def train(steps: int = 3) -> None:
+        model, optimizer = pooled(width)
+        zs.shard(model, optimizer, stage=0)
+        for step in range(steps):
+            with record_function(f"step {step}"):
+                for _ in range(micro_batches):
+                    x = torch.zeros(4, 3, 224, 224)
+                    model(x).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        del model, optimizer, x
+        gc.collect()
+
+    train(1)
+    return max(one.live_bytes for one in measure_peak(train).blocks if "step 2" in one.operations)
+
+
+@pytest.mark.parametrize(("width", "micro_batches", "phase"), [(4096, 2, "update"), (64, 1, "forward")])
+def test_a_loop_holds_each_batch_until_it_has_the_next(width: int, micro_batches: int, phase: str) -> None:
+    plan = zs.plan(
+        *pooled(width)[:1], world_size=1, device=CPU, stage=0, precision="fp32", inputs=[torch.zeros(4, 3, 224, 224)],
+        micro_batches=micro_batches,
+    )  # fmt: skip
+    assert plan.film.peak_phase == phase
+    (measured_bytes,) = run_ranks(most_bytes, 1, width, micro_batches)
+    assert plan.ranks[0].allocator_bytes == pytest.approx(measured_bytes, rel=1e-3)
+
+
+def test_a_loop_holds_the_batch_of_a_pipe_through_the_update() -> None:
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+    film = zs.plan(model, world_size=2, pipe=2, micro_batches=3, device=CPU, inputs=[torch.zeros(8, 4)]).film
+    numbers = [place for place, one in enumerate(film.events) if one.what == "inputs"]
+    assert [film.events[place].nbytes for place in numbers] == [384, 384, -384, -384]
+    assert film.events[numbers[-1]].at_s == film.step_s

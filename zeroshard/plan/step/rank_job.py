@@ -127,7 +127,7 @@ class Job:
         dtype: of products.
         spans: where the ranks of each axis are: "shard", "replicate", "tensor", "pipe".
         micro_batches: forwards and backwards of a step.
-        input_bytes: of one micro-batch, there from its start to its end.
+        input_bytes: of one micro-batch, there until the next one is, and through the update.
         buffer_bytes: of buffers of the model.
         keeps_gradients: whether the memory of gradients stays from step to step, as with
             `zero_grad(set_to_none=False)`.

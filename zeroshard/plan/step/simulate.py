@@ -105,6 +105,7 @@ class _Rank:
         self._agreed: dict[int, tuple[PassPhase, ...]] = {}
         """By chunk, ("forward",) if the last forward was such a pass."""
         self._phases: list[Phase] = []
+        self._inputs = -1
         self.storages = Storages(self._clock, keeps=job.wire.keeps_buffers, is_mapped=job.wire.is_in_place)
         self.elsewhere = Elsewhere(job, self._clock, self.storages, left.carried)
         self._passes = Passes(job, self._clock, self.storages, self.elsewhere)
@@ -180,14 +181,15 @@ class _Rank:
         self._passes.arrivals = {} if is_first else published_before(job, clock)
         count = min(job.micro_batches, MOST_MICRO_BATCHES)
         repeated = Counter[tuple[str, str]]()
+        if not is_first:
+            self._bind()
         if self.place is not None:
             self._play_place(self.place)
         for number in range(count if self.place is None else 0):
             before_it = _totals(clock)
-            inputs = self.storages.make(job.input_bytes, "activations", "", "inputs")
+            self._bind()
             for phase in PHASES:
                 self._play(job, phase, is_reduced=number == count - 1 or not job.no_sync, is_first=number == 0)
-            self.storages.drop(inputs)
             if number == 1:
                 repeated = _totals(clock)
                 repeated.subtract(before_it)
@@ -202,6 +204,7 @@ class _Rank:
         self.storages.drop(self.storages.make(job.outer.buffer_bytes, "transient", "", "changes of islands"))
         self.storages.synchronize()
         self._passes.landing.end_step()
+        self.storages.drop(self._inputs)
         self._phases.append(Phase("update", start_s, clock.now_s))
         totals = _totals(clock)
         for key, each in repeated.items():
@@ -220,9 +223,15 @@ class _Rank:
             job.device.is_cpu,
         )
 
+    def _bind(self) -> None:
+        """Make a batch. A loop has the one before until then, also through the update, and that of the step before."""
+        before, count = self._inputs, 1 if self.place is None else self._job.micro_batches
+        self._inputs = self.storages.make(self._job.input_bytes * count, "activations", "", "inputs")
+        self.storages.drop(before)
+
     def _play_place(self, place: Place) -> None:
         pipe, no_sync, last = self._job.pipe, self._job.no_sync, self._job.micro_batches - 1
-        inputs = self.storages.make(self._job.input_bytes * (last + 1), "activations", "", "inputs")
+        self._bind()
 
         def play(chunk: int, micro_batch: int, phase: PassPhase, numbers: dict[int, int], has_graph: bool) -> None:
             assert pipe is not None
@@ -230,7 +239,6 @@ class _Rank:
             self._play(own, phase, chunk, is_reduced=micro_batch == last or not no_sync)
 
         place.run(play)
-        self.storages.drop(inputs)
 
     def _play(self, job: Job, phase: PassPhase, chunk: int = 0, *, is_reduced: bool, is_first: bool = True) -> None:
         """Play a pass.
