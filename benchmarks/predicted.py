@@ -356,8 +356,6 @@ def predict(case: Case) -> list[Found]:
         model,
         world_size=case.ranks,
         device=zs.Device("cpu", {"float32": 1e11}, 8 * 10**9, 1e10, 1e10, 1e10, 1e10, multiprocessors=1),
-        batch=case.batch,
-        seq=case.context,
         stage=case.stage,
         precision=case.precision,
         activations=case.activations,

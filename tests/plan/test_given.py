@@ -64,6 +64,12 @@ def test_a_function_by_its_import_path(tmp_path: Path, monkeypatch: pytest.Monke
         make_plan("some_models:alone", world_size=2)
 
 
+@pytest.mark.parametrize("asked", [{"batch": 1}, {"seq": 64}], ids=str)
+def test_a_batch_beside_inputs_is_refused(asked: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match=r"the micro-batch of a Linear is its inputs. Leave batch= and seq= out"):
+        make_plan(nn.Linear(4, 4), world_size=2, inputs=[torch.zeros(2, 4)], **asked)
+
+
 @pytest.mark.parametrize("kind", CONFIGURATIONS)
 def test_configurations_that_no_shape_has_are_traced(kind: str, tmp_path: Path) -> None:
     """Parameters are those of the model that Transformers builds, and its inputs those that its forward takes."""

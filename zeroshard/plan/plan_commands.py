@@ -59,7 +59,7 @@ def add_commands(
         ] = "",
         ranks: Annotated[str, typer.Option(help="Number of processes; with --search, several: 8,16,32.")] = "8",
         device: Annotated[str, typer.Option(help="A preset, this (see doctor), or a profile.")] = "h100-80",
-        batch: Annotated[int, typer.Option(help="Sequences per micro-batch and rank.")] = 1,
+        batch: Annotated[int | None, typer.Option(help="Sequences per micro-batch and rank; 1 by default.")] = None,
         seq: Annotated[int | None, typer.Option(help="Tokens per sequence.")] = None,
         stage: Annotated[str | None, typer.Option(help="ZeRO stage, 0 to 3, or auto.")] = None,
         residency: Annotated[str | None, typer.Option(help="Configuration of the ZeRO paper, C1 to C5.")] = None,

@@ -62,7 +62,7 @@ def make_plan(
     *,
     world_size: int,
     device: str | Device = "h100-80",
-    batch: int = 1,
+    batch: int | None = None,
     seq: int | None = None,
     stage: StageLike = None,
     residency: Residency | str | None = None,
@@ -110,7 +110,7 @@ def make_plan(
         world_size: number of ranks.
         device: the name of a preset (`zeroshard.plan.machine.presets.DEVICES`), "this" or the file of a profile, as
             `zeroshard doctor` writes it, or a `Device`.
-        batch: sequences per micro-batch and rank.
+        batch: sequences per micro-batch and rank; by default 1. For a module with inputs, neither this nor `seq`.
         seq: tokens per sequence; by default the maximum of the model, but at most 4,096.
         stage, residency, activations, offload, parameters: as in `zs.shard`. Stage "auto" is the lowest stage whose
             plan fits, or 3; offload "auto" is the one whose plan fits and is fastest, or everything.
@@ -213,18 +213,23 @@ def make_plan(
         raise ValueError("no_sync=True is of loops over micro-batches; a pipe has reduce='last' or reduce='each'.")
     options = Options(
         world_size=world_size, device=preset, row=resolved.rows[0], offload=resolved.offload, system=system,
-        batch=batch, sequence=seq if seq is not None else min(longest or LONGEST, LONGEST), micro_batches=micro_batches,
-        replicas=axes.get("replicate", 1), tensor=axes.get("tensor", 1), islands=islands, outer=outer,
+        batch=1 if batch is None else batch, sequence=min(longest or LONGEST, LONGEST) if seq is None else seq,
+        micro_batches=micro_batches, replicas=axes.get("replicate", 1), tensor=axes.get("tensor", 1),
         is_sequence_parallel=sequence_parallel or (shape is not None and is_split and system.is_sequence_parallel),
         precision=chosen[0], chosen=chosen[1], chosen_formats=chosen[2], optimizer=name, optimizers=optimizers,
         fused=fused, elementwise=elementwise, shared_memory=shared_memory, zeros=zeros, wire_bytes=wire_bytes,
         no_sync=reduce != "each" if places > 1 else no_sync or system.no_sync,
-        pipe=places, schedule=schedule, recompute=recompute,
+        pipe=places, schedule=schedule, recompute=recompute, islands=islands, outer=outer,
     )  # fmt: skip
     check_options(options)
     if shape is None:
         from zeroshard.plan.traced import tokens_of  # torch is needed for modules only
 
+        if inputs is not None and (batch is not None or seq is not None):
+            raise ValueError(
+                f"batch={batch}, seq={seq}: the micro-batch of a {type(model).__name__} is its inputs. Leave batch= "
+                "and seq= out, and change inputs=, or what the package.module:function returns."
+            )
         made = inputs_of(model, options.batch, options.sequence) if inputs is None else inputs
         tokens = tokens_of(made)
         if inputs is not None or tokens != options.batch * options.sequence:

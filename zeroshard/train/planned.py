@@ -49,11 +49,11 @@ def plan_run(config: Config, axes: DeviceMesh | None = None) -> tuple[zs.Plan, b
     micro_batches = config.run.micro_batches if pipe > 1 else train.accumulation
     # On the rank with the most windows.
     batch = -(-train.batch // (config.run.ranks // (tensor * pipe) * micro_batches))
-    inputs: Any = None
+    asked: dict[str, Any] = {"batch": batch, "seq": config.model.context}
     if not config.hf_folder:
         with torch.device("meta"):
             # The model of a pipe returns logits.
-            inputs = [torch.zeros((batch, config.model.context), dtype=torch.int64)] * (1 if pipe > 1 else 2)
+            asked = {"inputs": [torch.zeros((batch, config.model.context), dtype=torch.int64)] * (1 if pipe > 1 else 2)}
     model, split, around = _model_of(config, axes)
     row: dict[str, Any] = {"stage": zero.stage, "activations": zero.activations}
     if zero.residency:  # it replaces the default stage, not a choice
@@ -63,8 +63,7 @@ def plan_run(config: Config, axes: DeviceMesh | None = None) -> tuple[zs.Plan, b
             model,
             world_size=config.run.ranks,
             device=device,
-            batch=batch,
-            seq=config.model.context,
+            **asked,
             **row,
             precision=train.precision,
             offload=zero.offload or None,
@@ -76,7 +75,6 @@ def plan_run(config: Config, axes: DeviceMesh | None = None) -> tuple[zs.Plan, b
             pipe=pipe,
             schedule=config.run.schedule,
             **split,
-            inputs=inputs,
             loss=_loss_of_logits if pipe > 1 else None,
             optimizer="momentum" if train.optimizer == "sgd" and train.beta1 else train.optimizer,
             fused=train.optimizer in ("adamw", "sgd"),
