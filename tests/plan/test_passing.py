@@ -83,6 +83,17 @@ def test_the_temporary_memory_of_an_update_is_that_of_a_run(name: str) -> None:
     assert plan.ranks[0].allocator_bytes == pytest.approx(measured_bytes, rel=0.01)
 
 
+@pytest.mark.parametrize(("make", "is_made"), [(torch.optim.Adagrad, True), (torch.optim.AdamW, False)])
+def test_states_that_are_made_with_the_optimizer_are_there_in_the_first_step(make: Any, is_made: bool) -> None:
+    model, name = two_layers(), make.__name__.lower()
+    of_module = zs.plan(model, world_size=2, inputs=[torch.ones(4, 256)], optimizer=make(model.parameters()))
+    for plan in (of_module, make_plan("gpt2", world_size=2, seq=64, optimizer=name)):
+        masters_bytes = sum(one.nbytes for one in plan.film.before if one.what == "masters")
+        states_bytes = plan.resident_bytes["states"]
+        assert masters_bytes < states_bytes
+        assert plan.first.resident_bytes["states"] == (states_bytes if is_made else masters_bytes)
+
+
 def test_an_update_on_a_cpu_that_is_not_fused_takes_memory() -> None:
     looped, fused = (make_plan("gpt2", world_size=2, seq=64, device=host_device(), fused=one) for one in (False, True))
     embedding_bytes = 4 * 50257 * 768

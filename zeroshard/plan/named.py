@@ -6,7 +6,7 @@ Owns the names that a plan is asked with. Must not know memory over time (`film.
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Final, final
 
@@ -79,6 +79,7 @@ class States:
         whole: what it updates whole, on owners; None where slices are enough.
         is_fused: whether torch has a kernel that updates in one pass and takes nothing beside the states; `zs.shard`
             chooses that kernel on a GPU, and for states in another memory.
+        is_made: as in `Updates`.
     """
 
     per_element: int
@@ -89,6 +90,7 @@ class States:
     block_numel: int = 1
     whole: "Whole | None" = None
     is_fused: bool = False
+    is_made: bool = False
 
 
 @final
@@ -134,7 +136,7 @@ OPTIMIZERS: Final[Mapping[str, States]] = MappingProxyType(
         "sgd": States(0, 0, is_fused=True),
         "momentum": States(1, 0, is_fused=True),
         "lion": States(1, 0, Passing(own=2)),
-        "adagrad": States(1, 4, Passing(own=1, before=1), is_fused=True),
+        "adagrad": States(1, 4, Passing(own=1, before=1), is_fused=True, is_made=True),
         "adamw8bit": States(
             0, 4, Passing(9.5, batch_numel=(1 << 16, 1 << 23)), element_bytes=2, block_bytes=8, block_numel=256
         ),
@@ -194,7 +196,8 @@ def updates_of(
                 nbytes = whole.keeps(shape) * itemsize(bucket.formats.state), whole.counter_bytes
                 entries.append(Owned(bucket, index, shape, *nbytes, float(whole.cost(shape)), whole.kind))
     packed = states.element_bytes, states.block_bytes, states.block_numel
-    return make_updates(entries, (states.per_element, states.counter_bytes, *packed))
+    made = make_updates(entries, (states.per_element, states.counter_bytes, *packed))
+    return replace(made, is_made=states.is_made)
 
 
 def passing_bytes_of(

@@ -94,7 +94,7 @@ def updates_for(
     updates = list[Updates]()
     for one in options.optimizers:
         made = updates_of_optimizer(one, entry_of, kept=(kept := kept_by(one)))
-        updates.append(replace(made, unused=unused))
+        updates.append(replace(made, unused=unused, is_made=bool(one.state)))
         if kept.cost is None and updates[-1].parameters:
             raise ValueError(
                 f"optimizer=: the states of {type(one).__name__} cannot be determined by a trial step, because its "

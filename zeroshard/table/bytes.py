@@ -77,6 +77,7 @@ class Updates:
         block_bytes: bytes per block of `block_numel` elements of a slice; the last block may be smaller.
         whole: parameters that are updated as a whole.
         unused: (bucket's number, index) of parameters that get no gradients.
+        is_made: whether the states are there before the first step, as of an Adagrad.
     """
 
     parameters: Sequence[tuple[BucketSpec, int]]
@@ -87,6 +88,7 @@ class Updates:
     block_numel: int = 1
     whole: Sequence[Owned] = field(default=(), kw_only=True)
     unused: Collection[tuple[int, int]] = field(default=(), kw_only=True)
+    is_made: bool = field(default=False, kw_only=True)
 
     @cached_property
     def trained(self) -> "Updates":

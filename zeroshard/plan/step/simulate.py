@@ -138,8 +138,10 @@ class _Rank:
         self._make_kept("model")
         if job.system.keeps_gradients:
             self._passes.landing.hold_kept()
-        if not is_first:
+        self._has_states = not is_first or all(one.is_made for one in job.updates)
+        if self._has_states:
             self._make_states()
+        if not is_first:
             self.elsewhere.stock()
             self._passes.landing.hold_kept()
             self._make_kept(*job.made)
@@ -198,7 +200,7 @@ class _Rank:
         # Norms that clip gradients, the updates, and the roundings; from here on little waits for the device.
         self.storages.queue(UPDATE_QUEUED * sum(len(one.parameters) for one in job.updates))
         self.storages.pass_by(job.passing_bytes[1], "transient", "", "gradients to check")
-        if is_first:
+        if not self._has_states:
             self._make_states()
         update(job, clock, self.storages, self.elsewhere, self._passes.landing.used)
         self.storages.drop(self.storages.make(job.outer.buffer_bytes, "transient", "", "changes of islands"))
