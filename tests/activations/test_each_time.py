@@ -7,9 +7,11 @@ import torch
 from torch import Tensor, nn
 
 import zeroshard as zs
+from benchmarks.peaks import measure_peak
 from tests.engine.test_guard import memory_of
 from tests.oracle import STAGES, TIMEOUT_S, run_cases
 from tests.rotation import third
+from zeroshard.activations.recompute import SUMMED_NUMEL, are_alike, sums_of
 from zeroshard.testing import run_ranks
 
 WIDTH, CHANGES_AT = 8, 50
@@ -217,3 +219,20 @@ def test_a_forward_that_saves_less_than_those_before_is_compared(is_frozen: bool
     for text in run_ranks(less, 1, is_frozen, timeout_s=TIMEOUT_S):
         assert text.startswith("2 "), text
         assert "gave other outputs than its forward" in text
+
+
+@pytest.mark.parametrize("is_transposed", [False, True])
+def test_sums_of_outputs_take_little_memory(is_transposed: bool) -> None:
+    """torch casts all of a tensor whose sum in fp64 it returns, which is the peak where an output is large."""
+    torch.manual_seed(0)
+    output = torch.randn(1, 1024, 5 * 1024)
+    output = output.transpose(1, 2) if is_transposed else output
+    sums = sums_of([output])
+    assert sums is not None
+    torch.testing.assert_close(sums, torch.stack((output.double().sum(), output.double().norm())))
+    assert measure_peak(lambda: sums_of([output])).peak_bytes < 2.1 * 8 * SUMMED_NUMEL
+    other = output.clone()
+    other[0, -1, -1] += 1e-6
+    again = sums_of([other])
+    assert again is not None
+    assert not are_alike(sums, again)

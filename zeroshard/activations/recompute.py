@@ -20,7 +20,7 @@ import weakref
 from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol, final
+from typing import Any, Final, Protocol, final
 
 import torch
 from torch import nn
@@ -38,6 +38,8 @@ from zeroshard.tree import find, map_tensors
 __all__ = ["Enter", "Hooks", "Put", "Suspect", "are_alike", "recompute", "sums_of"]
 
 Tensor = torch.Tensor
+SUMMED_NUMEL: Final = 1 << 18
+"""Elements of an output that are cast to fp64 at a time."""
 Suspect = Callable[[str, Tensor | bool], None]
 Put = Callable[[MutableMapping[str, Any], str, Any], object]
 """Replaces a value, such as an attribute in `vars(object)`."""
@@ -365,8 +367,19 @@ def sums_of(outputs: Any) -> Tensor | None:
     """Return the sum and the norm of each floating-point tensor, to compare two results."""
     with torch.no_grad(), without_modes():
         tensors = [local_of(one).detach() for one in find(outputs, Tensor) if one.is_floating_point() and one.numel()]
-        sums = [fold for one in tensors for fold in (one.sum(dtype=torch.float64), one.norm(dtype=torch.float64))]
+        sums = [fold for one in tensors for fold in _sum_and_norm(one)]
         return torch.stack(sums) if sums else None
+
+
+def _sum_and_norm(tensor: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the sum and the norm in fp64, which torch computes from a copy: this one is of a part at a time."""
+    parts: Sequence[Tensor] = (tensor,)
+    if tensor.numel() > SUMMED_NUMEL:
+        dim = max(range(tensor.ndim), key=tensor.shape.__getitem__)
+        parts = tensor.split(max(1, SUMMED_NUMEL * tensor.shape[dim] // tensor.numel()), dim)
+    pairs = [((wide := part.double()).sum(), wide.norm()) for part in parts]
+    sums, norms = zip(*pairs, strict=True)
+    return functools.reduce(torch.add, sums), functools.reduce(torch.hypot, norms)
 
 
 def _itself(forward: Any) -> Any:
