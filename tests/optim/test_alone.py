@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import zeroshard as zs
+from benchmarks.peaks import measure_peak
 from tests.oracle import assert_same, randn
 from zeroshard.optim.whole import Whole, whole_of
 
@@ -123,6 +124,20 @@ def test_lamb_is_its_paper() -> None:
         update = first / (1 - 0.9**step) / ((second / (1 - 0.999**step)).sqrt() + 1e-6) + 0.1 * weight
         weight = weight - 0.01 * weight.norm() / update.norm() * update
         torch.testing.assert_close(mine.detach().double(), weight, rtol=1e-5, atol=1e-6)
+
+
+def test_norms_of_lamb_take_little_memory() -> None:
+    """torch casts all of a tensor whose norm in fp64 it returns, two numbers in fp32 for each element."""
+
+    def step() -> None:
+        parameter = torch.nn.Parameter(torch.ones(1 << 20))
+        optimizer = zs.optim.Lamb([parameter])
+        parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+
+    step()
+    # A parameter, its gradient, two states, the update and its divisor.
+    assert measure_peak(step).peak_bytes < 6.1 * 4 * (1 << 20)
 
 
 def test_muon_takes_the_matrices_of_a_stack_one_by_one_and_flattens_convolutions() -> None:

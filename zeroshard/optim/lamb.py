@@ -7,10 +7,12 @@ algorithm 2, with the identity for its function of the norm.
 """
 
 from collections.abc import Callable, Iterable
+from functools import reduce
 from typing import Any, final
 
 import torch
 
+from zeroshard.optim.adamw8bit import BATCH_NUMEL, BATCH_NUMEL_ELSEWHERE
 from zeroshard.optim.arguments import check_betas, check_not_negative, loss_of
 from zeroshard.optim.sums import SummingOptimizer
 
@@ -74,13 +76,12 @@ class Lamb(SummingOptimizer):
         Collective: on a sharded model, `Sums.total` of two sums per parameter; every rank must call.
         """
         loss = loss_of(closure)
-        updates = [
+        if updates := [
             (parameter, self._update_of(parameter, group), float(group["lr"]))
             for group in self.param_groups
             for parameter in group["params"]
             if parameter.grad is not None
-        ]
-        if updates:
+        ]:
             pairs = [(_squares(self.sums.part(p, p.detach())), _squares(self.sums.part(p, u))) for p, u, _ in updates]
             norms = self.sums.total(torch.stack([square for pair in pairs for square in pair])).sqrt_().view(-1, 2)
             ratios = torch.where((norms > 0).all(1), norms[:, 0] / norms[:, 1], 1.0)
@@ -110,6 +111,10 @@ class Lamb(SummingOptimizer):
 
 
 def _squares(values: Tensor) -> Tensor:
-    """Return the sum of squares, 0-d fp64."""
-    norm: Tensor = torch.linalg.vector_norm(values, dtype=torch.float64)
-    return norm.square_()
+    """Return the sum of squares, 0-d fp64.
+
+    torch casts what it sums to fp64 first, so these are parts. All stages have the same `values`, so the same parts.
+    """
+    parts = values.split(BATCH_NUMEL.get(values.device.type, BATCH_NUMEL_ELSEWHERE))
+    squares: list[Tensor] = [torch.linalg.vector_norm(one, dtype=torch.float64).square_() for one in parts]
+    return reduce(torch.add, squares)
