@@ -15,12 +15,12 @@ from typer.testing import CliRunner
 
 import zeroshard as zs
 from zeroshard.describe.rows import row_of
-from zeroshard.plan import traced
 from zeroshard.plan.job import Options
 from zeroshard.plan.machine.presets import DEVICES
-from zeroshard.plan.machine.profiles import read_profile, write_profile
+from zeroshard.plan.machine.profiles import host_device, read_profile, write_profile
 from zeroshard.plan.plan_commands import add_commands
 from zeroshard.plan.shape.shapes import shape_named
+from zeroshard.plan.trace.events import Trace
 from zeroshard.plan.trying import candidate_of
 from zeroshard.report.plans import read_sources
 
@@ -207,11 +207,35 @@ def test_nothing_is_reduced_of_a_unit_that_is_not_used() -> None:
 def test_fused_recurrent_layers_are_noted() -> None:
     # By the processor, torch runs a recurrent layer as one of these, or as products, which are counted.
     layers = ("aten.mkldnn_rnn_layer.default", "aten._cudnn_rnn.default", "aten._cudnn_rnn_backward.default")
-    trace = SimpleNamespace(events=[SimpleNamespace(operation=name) for name in ("aten.mm.default", *layers)])
-    notes = traced._not_counted(trace)  # type: ignore[arg-type]
+    events = [SimpleNamespace(operation=name) for name in ("aten.mm.default", *layers)]
+    notes = Trace(events, {}).doubts(is_cpu=True)  # type: ignore[arg-type]
     assert [note.partition(":")[0] for note in notes] == ["aten._cudnn_rnn.default", "aten.mkldnn_rnn_layer.default"]
     assert all("operations are not counted" in note for note in notes)
     assert len(zs.plan(nn.LSTM(64, 64), world_size=1, inputs=[torch.ones(2, 3, 64)]).notes) <= 1
+
+
+class Transformed(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.fft.rfft(super().forward(x)).abs()
+
+
+@pytest.mark.parametrize("pipe", [1, 2])
+@pytest.mark.parametrize(
+    ("layer", "device", "precision", "verdict"),
+    [
+        (nn.Linear, "cpu", "fp32", "fits"), (nn.Linear, "cpu", "bf16", "tight"), (nn.Linear, "h100-80", "bf16", "fits"),
+        (Transformed, "cpu", "fp32", "tight"), (Transformed, "h100-80", "fp32", "fits"),
+    ],
+)  # fmt: skip
+def test_no_plan_fits_without_doubt_whose_kernels_take_memory_that_is_not_counted(
+    layer: type[nn.Linear], device: str, precision: str, verdict: str, pipe: int
+) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), layer(8, 8))
+    on = host_device() if device == "cpu" else device
+    size = {"world_size": 2, "pipe": pipe, "micro_batches": pipe}
+    plan = zs.plan(model, **size, device=on, precision=precision, inputs=[torch.ones(2, 8)])  # type: ignore[arg-type]
+    assert plan.verdict == verdict
+    assert ["is not counted" in note for note in plan.notes] == [True] * (verdict == "tight")
 
 
 # -- devices, shapes, files -------------------------------------------------------------------------------------------

@@ -142,6 +142,7 @@ def joined(plans: Sequence[Plan], cut: Sequence[str]) -> Plan:
         save_bytes=max(one.save_bytes for one in plans),
         host_bytes=max(one.host_bytes for one in plans),
         file_bytes=max(one.file_bytes for one in plans),
+        notes=tuple(dict.fromkeys(note for one in plans for note in one.notes)),
         idle=tuple(idle),
         cut=tuple(cut),
         later_s=max(one.step_s for one in plans) - fullest.step_s,

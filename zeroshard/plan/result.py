@@ -16,6 +16,7 @@ from zeroshard.plan.machine.retries import NO_RETRIES, Retries
 from zeroshard.plan.margins import kind_of, margin_of
 from zeroshard.plan.numbers import bar, count, seconds
 from zeroshard.plan.step.film import COLUMNS, Event, Film, LaneSpan
+from zeroshard.plan.trace.events import Doubt
 from zeroshard.table.cells import FAR
 from zeroshard.table.sizes import GIB, size_text
 
@@ -195,9 +196,13 @@ class Plan:
 
     @property
     def verdict(self) -> Verdict:
-        """The verdict: "fits" with a margin for the 90th percentile of known errors, "tight" without it, or "no"."""
+        """The verdict: "fits" with a margin for the 90th percentile of known errors, "tight" without it, or "no".
+
+        A plan that does not count some memory, as a note then says, is at most "tight".
+        """
         host_bytes = self.host_bytes * bool(self.film.host_peak_bytes)
-        return verdict_of(self.reserved_bytes, self.outside_bytes, self.asked, host_bytes)
+        found = verdict_of(self.reserved_bytes, self.outside_bytes, self.asked, host_bytes)
+        return "tight" if found == "fits" and any(isinstance(one, Doubt) for one in self.notes) else found
 
     # -- time -------------------------------------------------------------------------------------------------------
 

@@ -199,7 +199,7 @@ def trace_job(
             ends.returned_bytes,
             [BOUNDED] * (treated is not None and treated.has_bounds)
             + [LEFT] * bool(left)
-            + [*dict.fromkeys(note for trace in traces for note in _not_counted(trace))],
+            + [*dict.fromkeys(note for trace in traces for note in trace.doubts(is_cpu=is_cpu))],
             made,
             _other_ranks(job, moved, plans, precision, homes, landed),
         )
@@ -370,16 +370,6 @@ def loss_of(out: Any) -> Tensor:
         return out if out.numel() == 1 else out.float().sum()
     floating = [one for one in find(out, Tensor) if one.is_floating_point() and one.requires_grad]
     return torch.stack([one.float().sum() for one in floating]).sum() if floating else torch.zeros(())
-
-
-def _not_counted(trace: Trace) -> tuple[str, ...]:
-    """Return notes on operations that a trace cannot count: torch does not count those of fused recurrent layers."""
-    found = sorted(
-        {event.operation for event in trace.events if "rnn" in event.operation and "back" not in event.operation}
-    )
-    return tuple(
-        f"{one}: its operations are not counted, nor what its backward takes beside its results." for one in found
-    )
 
 
 def _precision(formats: Formats) -> Precision:

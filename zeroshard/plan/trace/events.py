@@ -23,7 +23,12 @@ from zeroshard.plan.machine.hardware import Cost
 from zeroshard.plan.shape.tape import Exchange
 from zeroshard.table.schedule import Mark
 
-__all__ = ["Category", "Event", "Landed", "Marked", "Phase", "Trace"]
+__all__ = ["Category", "Doubt", "Event", "Landed", "Marked", "Phase", "Trace"]
+
+
+@final
+class Doubt(str):
+    """A note on memory that is not planned: no plan with it fits without doubt."""
 
 
 @final
@@ -138,6 +143,16 @@ class Trace:
     def live(self) -> Sequence[int]:
         """Live bytes after each event."""
         return tuple(accumulate(event.nbytes for event in self.events))
+
+    def doubts(self, *, is_cpu: bool) -> list[Doubt]:
+        """Return notes on operations that a trace cannot count, and on memory that a CPU's libraries take."""
+        names = sorted({event.operation for event in self.events})
+        rnn, what = [name for name in names if "rnn" in name and "back" not in name], "what it takes beside its results"
+        found = [f"{one}: its operations are not counted, nor {what} in a backward." for one in rnn]
+        is_half = any(cost.kind == "matmul" and cost.dtype in ("bfloat16", "float16") for _, cost in self.kernels)
+        if is_cpu and (is_half or any("_fft_" in name for name in names)):
+            found.append(f"A product in half precision, or an FFT, on a CPU: {what} is not counted.")
+        return [*map(Doubt, found)]
 
     def saved_bytes(self) -> int:
         """Return all bytes that the forward keeps for the backward."""
