@@ -10,6 +10,7 @@ from torch import nn
 from zeroshard.plan.given import inputs_of, longest_of, module_of
 from zeroshard.plan.planning import make_plan
 from zeroshard.plan.shape.shapes import NoShapeError, shape_of_config
+from zeroshard.plan.traced import tokens_of
 
 transformers = pytest.importorskip("transformers")
 MODULE = """
@@ -125,6 +126,12 @@ def test_inputs_are_on_the_meta_device() -> None:
     found = inputs_of(model, 3, 5)
     assert {name: (*one.shape,) for name, one in found.items()} == {"input_ids": (3, 5), "labels": (3, 5)}
     assert all(one.is_meta for one in found.values())
+
+
+def test_images_of_bytes_are_samples_and_no_tokens() -> None:
+    images, labels = torch.zeros(4, 3, 8, 8, dtype=torch.uint8), torch.zeros(4, dtype=torch.int64)
+    assert tokens_of([images]) == tokens_of([images, labels]) == tokens_of([images.float()]) == 4
+    assert tokens_of([torch.zeros(2, 8, dtype=torch.int32)]) == 16
 
 
 def test_a_step_has_the_tokens_that_are_asked_for() -> None:

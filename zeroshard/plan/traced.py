@@ -70,7 +70,7 @@ class Traced:
     Args:
         flops: operations of one micro-batch's forward and backward, without recomputation.
         kept_bytes: bytes that a micro-batch's forward keeps for its backward.
-        tokens: number of tokens of one micro-batch: elements of the first integer input, or else samples.
+        tokens: number of tokens of one micro-batch, as from `tokens_of`.
         output_bytes: of what the model returns beside the loss.
         again: returns the same with another offload, which the trace does not depend on.
         others: (name, count, job) of ranks besides the first: shards differ in their padding.
@@ -339,7 +339,7 @@ def _other_ranks(
 
 
 def tokens_of(inputs: Any) -> int:
-    """Return the tokens of a micro-batch: elements of the first integer input, or else samples.
+    """Return the tokens of a micro-batch: elements of the first input of int32 or int64, or else samples.
 
     Raises:
         TypeError: the inputs are not arguments, or contain no tensor.
@@ -352,8 +352,7 @@ def tokens_of(inputs: Any) -> int:
     tensors = find(inputs, Tensor)
     if not tensors:
         raise TypeError(f"inputs= must contain a tensor; got {inputs!r}.")
-    kinds = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-    whole = [one for one in tensors if one.dtype in kinds]
+    whole = [one for one in tensors if one.dtype in (torch.int32, torch.int64)]
     tokens = whole[0].numel() if whole else (*tensors[0].shape, 1)[0]
     if tokens < 1:
         raise ValueError(f"inputs= must contain samples; got a tensor of shape {tuple((whole or tensors)[0].shape)}.")
