@@ -373,7 +373,7 @@ def predict(case: Case) -> list[Found]:
         pipe=case.pipe,
         schedule=case.schedule,
         chunks=case.chunks,
-        reduce=case.reduce,
+        reduce=case.reduce if case.pipe > 1 else "auto",
         recompute=case.recompute,
     )
     film = plan.film

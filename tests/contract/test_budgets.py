@@ -21,6 +21,7 @@ PLANNED = {
     "sizes of a batch beside inputs are refused": 5,
     "states that are made with the optimizer": 4,
     "no plan that leaves memory uncounted fits without doubt": 6,
+    "errors of texts, searches and traces that name what was given": 8,
 }
 """Lines of plans that silent faults and slow searches have added since the budgets were set."""
 ADMITTED = {
@@ -89,6 +90,7 @@ ADDED = {
     "options, tensors and lists of another type are refused by name": 12,
     "states that are made with the optimizer": 1,
     "outputs are summed by parts": 9,
+    "a value of an offload that is given twice": 3,
 }
 """Lines of the engine that features have added since the budgets were set."""
 MOVED = {

@@ -314,6 +314,8 @@ def test_a_damaged_plan_is_named(entry: str, tmp_path: Path) -> None:
         (["--ranks", "2,,4", "--search"], "--ranks takes numbers"),
         (["--search", "--batch", "4"], "--search has its own values of --batch"),
         (["--search", "--stage", "0"], "--search has its own values of --stage"),
+        (["--reduce", "last"], "schedule='1f1b', reduce='last' are of a pipe"),
+        (["--offload", "states=1,to=host,states=0.5"], "offload='states=1,to=host,states=0.5' gives a value twice"),
     ],
 )
 def test_the_command_says_what_it_does_not_take(asked: list[str], said: str) -> None:
@@ -322,3 +324,16 @@ def test_the_command_says_what_it_does_not_take(asked: list[str], said: str) -> 
     CliRunner().invoke(app, ["gpt2", *asked])
     assert len(said_so) == 1
     assert str(said_so[0]).startswith(said)
+
+
+@pytest.mark.parametrize("model", ["some.models:make", nn.Linear(2, 2)], ids=str)
+def test_a_search_takes_shapes_only(model: Any) -> None:
+    with pytest.raises(TypeError, match=r"A search takes shapes only; got (some\.models:make|Linear)\."):
+        zs.search(model, world_size=2)
+
+
+def test_an_error_of_a_trace_is_printed_once(caplog: pytest.LogCaptureFixture) -> None:
+    """torch's fake tensors log its traceback, too."""
+    with pytest.raises(RuntimeError, match="must have same reduction dim"):
+        zs.plan(nn.Linear(8, 8), world_size=1, inputs=[torch.ones(2, 5)])
+    assert not caplog.records

@@ -58,6 +58,8 @@ def test_a_function_by_its_import_path(tmp_path: Path, monkeypatch: pytest.Monke
         ("some_models:wrong", "returned a int, and no module"),
         ("some_models:gone", "has no attribute 'gone'"),
         ("no_such_models:make", "No module named 'no_such_models'"),
+        ("math:pi", "math:pi: 3.14.* is not a callable object"),
+        ("torch.nn:Linear", "torch.nn:Linear: missing a required argument: 'in_features'.*takes no arguments"),
     ):
         with pytest.raises(ValueError, match=message):
             module_of(text)

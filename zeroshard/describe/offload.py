@@ -153,7 +153,10 @@ def offload_of(asked: OffloadLike) -> Offload | None:
             "by itself."
         )
     if isinstance(asked, str) and "=" in asked and not asked.startswith("/"):
-        return Offload(**dict(_value_of(part) for part in asked.split(",")))
+        found = [_value_of(part) for part in asked.split(",")]
+        if len(found) > len(values := dict(found)):
+            raise ValueError(f"offload={asked!r} gives a value twice. Give each of {', '.join(values)} once.")
+        return Offload(**values)
     if isinstance(asked, str | PathLike):
         return Offload(to=asked)
     raise TypeError(f"offload= takes 'host', a folder, a zs.Offload or None; got {asked!r}.")

@@ -18,7 +18,7 @@ from zeroshard.plan.shape.shapes import NoShapeError, shape_of
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-__all__ = ["inputs_of", "longest_of", "module_of", "optimizers_named"]
+__all__ = ["IMPORTED", "inputs_of", "longest_of", "module_of", "optimizers_named"]
 
 LABELLED: Final = re.compile(r"LM|Generation|Token")
 """In names of classes of Transformers whose labels are tokens."""
@@ -58,8 +58,10 @@ def _called(text: str, module: str, name: str) -> tuple[Any, Any]:
     sys.path.insert(0, "")  # as `python -m` has it
     try:
         make = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"{text}: {error}. Give package.module:function of a package that can be imported.") from error
+        inspect.signature(make).bind()
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
+        how = "of a package that can be imported; the function takes no arguments"
+        raise ValueError(f"{text}: {error}. Give package.module:function {how}.") from error
     finally:
         sys.path.remove("")
     with torch.device("meta"):

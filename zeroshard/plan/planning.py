@@ -207,7 +207,7 @@ def make_plan(
         outer.check_axes({**axes, "pipe": places})
     if places == 1 and recompute:
         raise ValueError("recompute=True is of the chunks of a pipe; without one use activations='recompute'.")
-    if places == 1 and (schedule != "1f1b" or reduce == "each"):
+    if places == 1 and (schedule != "1f1b" or reduce != "auto"):
         raise ValueError(f"schedule={schedule!r}, reduce={reduce!r} are of a pipe; give pipe=, or leave them out.")
     if places > 1 and no_sync:
         raise ValueError("no_sync=True is of loops over micro-batches; a pipe has reduce='last' or reduce='each'.")

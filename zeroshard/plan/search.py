@@ -21,7 +21,7 @@ from typing import Any, Final, final
 from zeroshard.describe.asked import Asked, resolve
 from zeroshard.describe.offload import Offload
 from zeroshard.plan.bounds import bound_of
-from zeroshard.plan.given import optimizers_named
+from zeroshard.plan.given import IMPORTED, optimizers_named
 from zeroshard.plan.job import Options, check_options, check_shape
 from zeroshard.plan.machine.hardware import Device
 from zeroshard.plan.machine.profiles import device_for
@@ -139,6 +139,7 @@ def search(
 
     Raises:
         ValueError: as `zs.plan`, or no configuration is possible.
+        TypeError: the model is a module, or a value is no list.
 
     ```python
     import zeroshard as zs
@@ -147,6 +148,9 @@ def search(
     assert found.best[8].verdict == "fits"
     ```
     """
+    if hasattr(model, "named_parameters") or (isinstance(model, str) and IMPORTED.fullmatch(model)):
+        what = model if isinstance(model, str) else type(model).__name__
+        raise TypeError(f"A search takes shapes only; got {what}. Plan a module with zs.plan() or without --search.")
     shape, preset = shape_of(model), device_for(device)
     asked_sizes = list(world_size) if isinstance(world_size, Iterable) else [world_size]
     values: dict[str, Any] = {"world_size": asked_sizes, "stages": stages, "batches": batches, "tensors": tensors}

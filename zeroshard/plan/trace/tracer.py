@@ -4,6 +4,7 @@ Owns the run of a step on fake tensors. It must not know ranks or sharding, or t
 `events.py` defines the result.
 """
 
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -82,7 +83,11 @@ def trace_step(
     kernels = PERSONALITIES[personality]()
     recorder = Recorder(kernels, reads, takes_gradients=takes_gradients)
     with ExitStack() as stack:
-        stack.enter_context(fake_tensors())
+        mode = stack.enter_context(fake_tensors())
+        # It prints the traceback of an error that is raised here anyway, in the program's words.
+        log = logging.getLogger(type(mode).__module__)
+        stack.callback(setattr, log, "disabled", log.disabled)
+        log.disabled = True
         fakes = Fakes()
         stack.enter_context(exchanged(model, fakes))
         given = fakes.of_all(tuple(inputs))
