@@ -372,7 +372,9 @@ def sums_of(outputs: Any) -> Tensor | None:
 
 
 def _sum_and_norm(tensor: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the sum and the norm in fp64, which torch computes from a copy: this one is of a part at a time."""
+    """Return the sum and the norm in fp64, which a CPU computes from a copy: this one is of a part at a time."""
+    if not tensor.is_cpu:
+        return tensor.sum(dtype=torch.float64), tensor.norm(dtype=torch.float64)
     parts: Sequence[Tensor] = (tensor,)
     if tensor.numel() > SUMMED_NUMEL:
         dim = max(range(tensor.ndim), key=tensor.shape.__getitem__)

@@ -110,12 +110,14 @@ class ChunkedModel:
         self._calls: dict[str, int] = {}
         self._has_entered = False
         self._sent: tuple[Tensor, ...] | None = None
-        self._theirs, self.own_hooks = set(self._hooks()), set[int]()
-        """Hooks on the results of the whole model: those of user code before, and those that the engine adds."""
+        self._theirs = set(self._hooks())
+        """Hooks of user code on the results of the whole model."""
+        self._own_hooks: set[int] | None = None
+        """Those of the engine, once it has added them."""
 
     def note_hooks(self) -> None:
         """Note that what was added to the hooks of the model since the construction is the engine's."""
-        self.own_hooks = set(self._hooks()) - self._theirs
+        self._own_hooks = set(self._hooks()) - self._theirs
 
     def _hooks(self) -> list[int]:
         hooks = self.model._forward_hooks, self.model._backward_hooks, self.model._backward_pre_hooks
@@ -142,7 +144,7 @@ class ChunkedModel:
             arrived: the tensors of the border before the chunk.
             learned: what is known of inputs of this shape; the first forward fills it.
         """
-        if self.cut.count > 1 and not self.own_hooks.issuperset(self._hooks()):
+        if self.cut.count > 1 and self._own_hooks is not None and not self._own_hooks.issuperset(self._hooks()):
             raise RuntimeError(
                 f"{self.place} A forward or backward hook of {type(self.model).__name__} as a whole would run at each "
                 "chunk, on what crosses its border. Register it on the module that the forward calls last."

@@ -144,15 +144,16 @@ class Trace:
         """Live bytes after each event."""
         return tuple(accumulate(event.nbytes for event in self.events))
 
-    def doubts(self, *, is_cpu: bool) -> list[Doubt]:
+    def doubts(self, *, is_cpu: bool) -> list[str]:
         """Return notes on operations that a trace cannot count, and on memory that a CPU's libraries take."""
         names = sorted({event.operation for event in self.events})
         rnn, what = [name for name in names if "rnn" in name and "back" not in name], "what it takes beside its results"
-        found = [f"{one}: its operations are not counted, nor {what} in a backward." for one in rnn]
-        is_half = any(cost.kind == "matmul" and cost.dtype in ("bfloat16", "float16") for _, cost in self.kernels)
-        if is_cpu and (is_half or any("_fft_" in name for name in names)):
-            found.append(f"A product in half precision, or an FFT, on a CPU: {what} is not counted.")
-        return [*map(Doubt, found)]
+        found: list[str] = [Doubt(f"{one}: its operations are not counted, nor {what} in a backward.") for one in rnn]
+        if is_cpu and any("_fft_" in name for name in names):
+            found.append(Doubt(f"An FFT on a CPU: {what} is not counted."))
+        if is_cpu and any(cost.kind == "matmul" and cost.dtype in ("bfloat16", "float16") for _, cost in self.kernels):
+            found.append(f"A product in half precision on a CPU: {what}, up to a tenth of a peak, is not counted.")
+        return found
 
     def saved_bytes(self) -> int:
         """Return all bytes that the forward keeps for the backward."""
