@@ -142,3 +142,69 @@ def test_states_that_ranks_cannot_join_are_refused_by_name(tmp_path: Path) -> No
             for error in errors:
                 assert re.search(rf"Odd keeps, of '[a-z.]+', the state 'history', a {form}", error), error
                 assert "under a key of its own" in error
+
+
+class Global(torch.optim.Optimizer):
+    """Keeps a count and a tensor under a key that is no parameter, as torch's `state_dict` allows."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        state = self.state["global"]
+        state["turns"] = state.get("turns", 0) + 1
+        state["seen"] = state.get("seen", torch.zeros(2)) + 1
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None:
+                p.sub_(0.1 / (state["turns"] + state["seen"][0].item()) * p.grad)
+
+
+def steps_of_global(folder: str, stage: int) -> Any:
+    """Return states and parameters after four steps: with a load after two, or with a look if there is no folder."""
+    model, optimizer = made(optimizer=Global)
+    zero = zs.shard(model, optimizer, stage=stage)
+    for step in range(4):
+        train(model, optimizer)
+        if step == 1 and not folder:
+            with zero.gathered(states=True):
+                assert optimizer.state_dict()["state"]["global"]["turns"] == 2
+            with zero.gathered(states=True, writeback=True):
+                optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        elif step == 1:
+            zero.save(folder)
+            model, optimizer = made(optimizer=Global)
+            zero = zs.shard(model, optimizer, stage=stage)
+            zero.load(folder)
+    with zero.gathered(states=True):
+        return [copy.deepcopy(optimizer.state_dict()["state"]), [p.detach().clone() for p in model.parameters()]]
+
+
+def plain_global() -> Any:
+    model, optimizer = made(optimizer=Global)
+    for _ in range(4):
+        train(model, optimizer)
+    return [optimizer.state_dict()["state"], [*model.parameters()]]
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_look_at_states_leaves_those_of_no_parameter(stage: int) -> None:
+    for found in run_ranks(steps_of_global, 2, "", stage, timeout_s=TIMEOUT_S):
+        torch.testing.assert_close(found, plain_global())
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_checkpoint_holds_states_of_no_parameter(stage: int, tmp_path: Path) -> None:
+    for found in run_ranks(steps_of_global, 2, str(tmp_path / "step-2"), stage, timeout_s=TIMEOUT_S):
+        torch.testing.assert_close(found, plain_global())
+    assert steps_of_global(str(tmp_path / "again"), stage)[0]["global"]["turns"] == 4
+
+
+def test_a_state_of_no_parameter_that_cannot_be_saved_is_named(tmp_path: Path) -> None:
+    model, optimizer = made(optimizer=Global)
+    zero = zs.shard(model, optimizer)
+    train(model, optimizer)
+    optimizer.state["global"]["model"] = model
+    with pytest.raises(zs.CheckpointError, match=r"optimizer 0, the state\['global'\]\['model'\] is a "):
+        zero.save(tmp_path / "step-1")
+    assert list(tmp_path.iterdir()) == []

@@ -8,6 +8,7 @@ Note: columns
     `options` and its `params`), `stateful` (the parameters that have a state; null for all, in the order of groups) and
     `states`: of each key the values, in the order of `stateful`, as `[key, of, values]`. `of` counts which of them have
     the key; null for all. Tensors of one dtype and shape are stacked, so a million step counters are a few texts.
+    `others`, present only if there are any, are the states under keys that are no parameters.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -49,7 +50,8 @@ def _pack_one(one: Mapping[str, Any], places: Mapping[str, int], where: str) -> 
             of, values = columns.setdefault(check_key(key, f"the state of '{name}' in {where}"), ([], []))
             of.append(row)
             values.append(value)
-    return {
+    others = {"others": encode(one["others"], f"{where}, the state")} if one.get("others") else {}
+    return others | {
         "class": one["class"],
         "groups": [
             {
@@ -97,7 +99,10 @@ def unpack(values: Any, names: Sequence[str], where: str) -> list[dict[str, Any]
 
 
 def _unpack_one(one: Value, names: Sequence[str]) -> dict[str, Any]:
-    one.has_keys(*KEYS)
+    one.has_keys(*KEYS, *one.keys() & {"others"})
+    others = decode(one.value.get("others", {}), one.where)
+    if not isinstance(others, dict):
+        raise one.fail("an optimizer whose 'others' are a mapping")
     groups = []
     for group in one.get("groups").items():
         group.has_keys("options", "params")
@@ -113,6 +118,7 @@ def _unpack_one(one: Value, names: Sequence[str]) -> dict[str, Any]:
     return {
         "class": one.get("class").text(),
         "groups": groups,
+        "others": others,
         "states": States(stateful, columns),
         "steps": one.get("steps").integer(MAX_STEPS - 1),
     }

@@ -183,7 +183,7 @@ def generator_items(engine: Engine, own: dict[str, Tensor]) -> list[Item]:
 def groups_of(
     optimizers: Sequence[ShardedOptimizer], owned: Sequence[Mapping[str, OwnedState]] = ()
 ) -> list[dict[str, Any]]:
-    """Return classes, groups, hyper-parameters, steps and the states without a value per element.
+    """Return classes, groups, hyper-parameters, steps, and the states without a value per element or of no parameter.
 
     Args:
         owned: what `owned_states` returned; without it nothing is said of states of parameters that are updated whole.
@@ -202,7 +202,8 @@ def groups_of(
                 held = views_of(one.optimizer, state)
                 whole[slot.name] = {key: value for key, value in held.items() if not is_cut(key, value, master)}
         cls = type(one.optimizer).__name__
-        described.append({"class": cls, "groups": groups, "states": whole, "steps": one.steps})
+        others = {key: value for key, value in one.optimizer.state.items() if not isinstance(key, Tensor)}
+        described.append({"class": cls, "groups": groups, "others": others, "states": whole, "steps": one.steps})
     return described
 
 

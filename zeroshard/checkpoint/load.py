@@ -373,6 +373,7 @@ def _copy_states(optimizers: Sequence[ShardedOptimizer], content: Content, mesh:
             keys[number, name].append((key, spec.name))
     for place, (one, saved) in enumerate(zip(optimizers, content.optimizers, strict=True)):
         one.steps = saved["steps"]
+        one.optimizer.state.update(_others(one, saved["others"]))
         for group, described in zip(one.optimizer.param_groups, saved["groups"], strict=True):
             options = {key: _like(value, group.get(key)) for key, value in described["options"].items()}
             group.update({key: value for key, value in options.items() if key not in HOW})
@@ -402,6 +403,19 @@ def _read_state(
     state: Tensor = before if can_stay else slot.bucket.room(slot.index, key, dtype)
     read_part(there, here, held_range(slot), cut_of(slot, order, mesh), reader.fill_state, state)
     return state
+
+
+def _others(one: ShardedOptimizer, saved: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Return states under keys that are no parameters; their tensors go where those of parameters do."""
+    if not one.masters:
+        return dict(saved)
+    group, slot = one.optimizer.param_groups[0], slot_of(one.masters[0])
+    return {
+        name: {key: _place(key, value, group, slot) for key, value in state.items()}
+        if isinstance(state, dict)
+        else _place(name, state, group, slot)
+        for name, state in saved.items()
+    }
 
 
 def _place(key: str, value: Any, group: Mapping[str, Any], slot: Slot) -> Any:

@@ -199,6 +199,7 @@ def _check_alike(told: Sequence[Any], mesh: Mesh) -> None:
         for number, one in enumerate(optimizers):
             found += [
                 (f"the steps of optimizer {number} are", one.get("steps")),
+                (f"the states of no parameter of optimizer {number} are", one.get("others")),
                 (f"the number of groups of optimizer {number} is", len(one["groups"])),
                 *(
                     (f"the options of group {at} of optimizer {number} are", group.get("options"))

@@ -170,13 +170,13 @@ class WholeStates:
         self._engine, self._sharded, self._optimizer = engine, sharded, sharded.optimizer
         (owned,) = owned_states(engine, [sharded])
         whole = gather_states(engine, sharded, sharded.masters, owned)
-        self._set_aside = dict(self._optimizer.state)
+        # State under a key that is no parameter stays where it is.
+        state = self._optimizer.state
+        self._set_aside = {master: state.pop(master) for master in sharded.masters if master in state}
         self._masters = [list(group["params"]) for group in self._optimizer.param_groups]
-        self._optimizer.state.clear()
         for group in self._optimizer.param_groups:
             group["params"] = [parameters[slot_of(master).name] for master in group["params"]]
-        for name, state in whole.items():
-            self._optimizer.state[parameters[name]] = state
+        state.update((parameters[name], one) for name, one in whole.items())
         self._given: dict[str, Any] = {}
         self._hooks = (
             self._optimizer.register_load_state_dict_pre_hook(self._note_given),
@@ -187,14 +187,14 @@ class WholeStates:
         """Restore the slices, with their previous states, or with `writeback` with slices of the full states."""
         for hook in self._hooks:
             hook.remove()
-        changed = dict(self._optimizer.state)
-        self._optimizer.state.clear()
+        state = self._optimizer.state
+        changed = {p: state.pop(p) for group in self._optimizer.param_groups for p in group["params"] if p in state}
         for group, masters in zip(self._optimizer.param_groups, self._masters, strict=True):
             for parameter, master in zip(group["params"], masters, strict=True):
                 if writeback and parameter in changed:
                     keep_state(self._optimizer, master, changed[parameter])
                 elif not writeback and master in self._set_aside:
-                    self._optimizer.state[master] = self._set_aside[master]
+                    state[master] = self._set_aside[master]
             group["params"] = masters
 
     def _note_given(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
