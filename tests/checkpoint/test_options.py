@@ -1,4 +1,4 @@
-"""Options of a save: who may read the files, the model alone, and the position in the data."""
+"""Options of a save, and what it has besides: the model alone, states of modules, the position in the data."""
 
 import os
 import pickle
@@ -75,6 +75,72 @@ def test_the_model_alone(tmp_path: Path) -> None:
         expected = {name: value.clone() for name, value in trainer.model.state_dict().items()}
     with other.zero.gathered():
         assert all(torch.equal(value, expected[name]) for name, value in other.model.state_dict().items())
+
+
+class Seeing(torch.nn.Linear):
+    """Counts its forwards in extra state."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.seen: Any = torch.tensor([0])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen = self.seen + 1
+        return super().forward(x)
+
+    def get_extra_state(self) -> Any:
+        return {"seen": self.seen}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.seen = state["seen"]
+
+
+def seeing(first: type[torch.nn.Module] = Seeing) -> tuple[torch.nn.Sequential, zs.Zero]:
+    model = torch.nn.Sequential(first(), torch.nn.Linear(4, 1))
+    return model, zs.shard(model, torch.optim.SGD(model.parameters()), stage=3)
+
+
+def see(folder: str) -> tuple[list[int], str]:
+    """Save after three forwards; return the counts of two loads, and the error of ranks that differ."""
+    (model, zero), found = seeing(), list[int]()
+    for _ in range(3):
+        model(torch.ones(1, 4)).sum().backward()
+    for model_only in (False, True):
+        path = zero.save(f"{folder}/{model_only}", {"a": 1}, model_only=model_only)
+        other, another = seeing()
+        assert another.load(path, model_only=model_only).extra == {"a": 1}
+        found.append(other[0].seen.item())
+    model[0].seen = zero.mesh.rank
+    with pytest.raises(zs.CheckpointError) as caught:
+        zero.save(f"{folder}/differ")
+    return found, str(caught.value)
+
+
+def test_extra_states_of_modules_come_back(tmp_path: Path) -> None:
+    for counts, error in run_ranks(see, 2, str(tmp_path)):
+        assert counts == [3, 3]
+        assert "differ between ranks, but a checkpoint holds one value, also of what a module returns" in error
+    model, zero = seeing()
+    zero.load(tmp_path / "True", model_only=True)
+    assert model[0].seen == 3
+
+
+def test_extra_states_of_other_modules_are_refused(tmp_path: Path) -> None:
+    (_, zero), (_, other) = seeing(), seeing(lambda: torch.nn.Linear(4, 4))
+    zero.save(tmp_path / "step-1")
+    with pytest.raises(
+        zs.CheckpointError, match=r"only one of them has a module '0' with get_extra_state\(\).*Nothing"
+    ):
+        other.load(tmp_path / "step-1")
+    zero.load(other.save(tmp_path / "step-2"))  # as checkpoints from before they had such states
+
+
+def test_an_extra_state_that_cannot_be_saved_is_named(tmp_path: Path) -> None:
+    model, zero = seeing()
+    model[0].seen = model
+    with pytest.raises(zs.CheckpointError, match=r"get_extra_state\(\) of module '0' \(Seeing\)\['seen'\] is a "):
+        zero.save(tmp_path / "step-1")
+    assert list(tmp_path.iterdir()) == []
 
 
 DATA = TensorDataset(torch.arange(24))

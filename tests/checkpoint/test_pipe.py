@@ -245,14 +245,26 @@ def resume(path: str) -> tuple[list[float], list[float], list[float | None]]:
 # -- what several places have -----------------------------------------------------------------------------------------
 
 
+class Noting(nn.Linear):
+    """A linear layer with extra state."""
+
+    note = 0
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"note": self.note}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.note = state["note"]
+
+
 class Tied(nn.Module):
     """A linear layer that both places have, and one that only this place has."""
 
     def __init__(self, place: int) -> None:
         super().__init__()
-        self.tied = nn.Linear(4, 4)
+        self.tied = Noting(4, 4)
         self.tied.register_buffer("shift", torch.ones(2))
-        self.add_module(f"own{place}", nn.Linear(4, 4))
+        self.add_module(f"own{place}", Noting(4, 4))
         if place:  # a head that is tied to the embedding
             self.head = nn.Linear(4, 4, bias=False)
             self.head.weight = self.tied.weight
@@ -269,6 +281,7 @@ def tied(folder: str) -> dict[str, str]:
     zero = zs.shard(model, optimizer, stage=2, mesh=mesh, settings=SETTINGS)
     (model.tied(torch.ones(1, 4)) + getattr(model, f"own{place}")(torch.ones(1, 4))).sum().backward()
     optimizer.step()
+    getattr(model, f"own{place}").note = 2 + place
     zero.save(f"{folder}/step-1")
 
     def save(case: str, path: str = "step-2", extra: int = 0) -> None:
@@ -295,6 +308,8 @@ def tied(folder: str) -> dict[str, str]:
     model.tied.shift += place
     save("buffer")
     model.tied.shift -= place
+    model.tied.note += place
+    save("module")
     original, model.tied.shift = model.tied.shift, torch.ones(2 + place)
     save("shape of a buffer")
     model.tied.shift = original
@@ -307,6 +322,7 @@ def tied(folder: str) -> dict[str, str]:
     optimizer.param_groups = groups[: 2 - place]
     save("groups")
     optimizer.param_groups = groups
+    getattr(model, f"own{place}").note = 0
     zero.load(f"{folder}/step-1")
     zero.save(f"{folder}/step-2")
     return found
@@ -317,6 +333,7 @@ TIED = {
     "value": rf"'tied\.weight' has different values at {PLACES}.*Nothing was committed",
     "state": rf"'0/exp_avg/tied\.weight' has different values at {PLACES}",
     "counter": rf"the state of 'tied\.\w+' in optimizer 0 is .*{PLACES}",
+    "module": rf"get_extra_state\(\) of module 'tied' is {{'note': 1}} at {PLACES.split('.*')[1]}, and {{'note': 0}}",
     "buffer": rf"'tied\.shift' has different values at {PLACES}",
     "shape of a buffer": rf"'tied\.shift' is F32 \(2,\) at {PLACES.split('.*')[0]}, and F32 \(3,\) at place 1",
     "options": rf"the options of group 1 of optimizer 0 are .*'weight_decay': 0\.01.* at {PLACES}",
@@ -338,11 +355,12 @@ def test_what_two_places_have_is_saved_once_and_must_be_equal(tmp_path: Path) ->
         assert manifest.aliases == {"head.weight": "tied.weight"}
     # One process has the model as a whole.
     model = Tied(1)
-    model.own0 = nn.Linear(4, 4)
+    model.own0 = Noting(4, 4)
     optimizer = AdamW([{"params": list(model.parameters())}, {"params": []}])
     zero = zs.shard(model, optimizer)
     zero.load(tmp_path / "step-2")
     assert optimizer.param_groups[0]["lr"] == 0.01
+    assert [one.note for one in (model.tied, model.own0, model.own1)] == [0, 2, 3]
 
 
 # -- bad input --------------------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from zeroshard.checkpoint.described import pack
 from zeroshard.checkpoint.generators import read_generators
 from zeroshard.checkpoint.inventory import Item, aliases_of, generator_items, groups_of, model_items, state_items
 from zeroshard.checkpoint.manifest import EXTRA, spread
+from zeroshard.checkpoint.modules import MODULES, states_of_modules
 from zeroshard.checkpoint.ranges import Chunks, Spec, arrange
 from zeroshard.checkpoint.together import agree_equal
 from zeroshard.checkpoint.values import encode
@@ -188,7 +189,7 @@ def make_plan(
         step = int(number[1]) if number else max((one.steps for one in trained), default=0)
     scale = None if how.model_only else engine.loss_scale
     common = {
-        "extra": encode(dict(extra), "extra"),
+        "extra": encode(dict(extra), "extra") | states_of_modules(model),
         "loss_scale": None if scale is None else [scale.value, scale._good_steps, encode(scale.history, "history")],
     }
     items = model_items(engine, model) + state_items(engine, optimizers, owned)
@@ -215,11 +216,15 @@ def agree_on(engine: Engine, plan: Plan, what: str, options: str) -> None:
     agree_equal(engine, where, digest, message, common=_crc32_of(common), shown=shown)
     message = (
         "extra, or the optimizers' hyper-parameters or step counters, differ between ranks, but a checkpoint holds "
-        "one value. Give the same values on every rank; gather values of single ranks first. " + ADVICE
+        "one value, also of what a module returns from get_extra_state(). Give the same values on every rank; gather "
+        "values of single ranks first. " + ADVICE
     )
-    # Optimizers of the places of a pipe are compared where they are joined.
-    given = None if engine.mesh.pipe is None else {**strict.loads(plan.extra, EXTRA), "optimizers": None}
-    same = None if given is None else zlib.crc32(strict.dumps(given, EXTRA))
+    same = None
+    if engine.mesh.pipe is not None:
+        # Optimizers and modules of the places of a pipe are compared where they are joined.
+        given = {**strict.loads(plan.extra, EXTRA), "optimizers": None}
+        given["extra"].pop(MODULES, None)
+        same = zlib.crc32(strict.dumps(given, EXTRA))
     agree_equal(engine, f"{what}: comparing extra and hyper-parameters", zlib.crc32(plan.extra), message, common=same)
     _agree_on_copies(engine, plan.items, what)
 

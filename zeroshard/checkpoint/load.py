@@ -32,6 +32,7 @@ from zeroshard.checkpoint.folders import FolderReader, is_tensor_folder
 from zeroshard.checkpoint.generators import check_generators, read_generators, write_generators
 from zeroshard.checkpoint.inventory import Item, aliases_of, groups_of, held_range, model_items, order_of
 from zeroshard.checkpoint.manifest import EXTRA, split_state
+from zeroshard.checkpoint.modules import MODULES, check_modules, modules_with_state, set_states
 from zeroshard.checkpoint.places import Whole, join_model
 from zeroshard.checkpoint.ranges import Spec
 from zeroshard.checkpoint.reader import CheckpointReader, Source
@@ -109,12 +110,14 @@ def load(
     with together(engine, f"{what}: comparing {source} with the model", UNCHANGED):
         reader = FolderReader(source) if model_only and is_tensor_folder(source) else CheckpointReader(source)
         items, groups = model_items(engine, model), [] if model_only else groups_of(optimizers)
-        whole = Whole({item.spec.name: item.spec for item in items}, aliases_of(engine, model), groups)
+        modules, specs = modules_with_state(model), {item.spec.name: item.spec for item in items}
+        whole = Whole(specs, aliases_of(engine, model), groups, modules)
     whole = join_model(engine, whole, what, UNCHANGED)
     with together(engine, f"{what}: comparing {source} with the model", UNCHANGED):
         _check_model(whole, reader, cast)
         content = read_content(reader) if isinstance(reader, CheckpointReader) else None
-        rest = None if model_only else content
+        rest, saved = None if model_only else content, None if content is None else content.extra.pop(MODULES, None)
+        states = check_modules(saved, whole.modules, source)
         if rest is not None:
             _check_optimizers(whole.optimizers, rest.optimizers, str(source / EXTRA))
             _check_states(optimizers, whole, rest)
@@ -132,6 +135,7 @@ def load(
             content.reader.verify(mesh.rank, mesh.world_size, but=but)
     with together(engine, f"{what}: reading {source}", MIXED):
         _copy_model(items, reader)
+        set_states(modules, states)
         if rest is not None:
             _copy_states(optimizers, rest, engine.mesh, cast)
             _restore(engine, rest)

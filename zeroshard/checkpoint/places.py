@@ -18,6 +18,7 @@ from zeroshard.checkpoint.cuts import writers_of
 from zeroshard.checkpoint.described import pack, unpack
 from zeroshard.checkpoint.inventory import Item
 from zeroshard.checkpoint.manifest import EXTRA
+from zeroshard.checkpoint.modules import MODULES
 from zeroshard.checkpoint.ranges import Spec
 from zeroshard.checkpoint.together import agree_equal, together
 from zeroshard.checkpoint.values import encode
@@ -40,11 +41,13 @@ class Whole:
     Args:
         specs: parameters and buffers, by name.
         optimizers: as `groups_of` returns them, with the parameters of all places and the options of this one.
+        modules: the names of those with extra state.
     """
 
     specs: Mapping[str, Spec]
     aliases: Mapping[str, str]
     optimizers: list[dict[str, Any]]
+    modules: Collection[str] = ()
 
 
 def join_model(engine: Engine, here: Whole, what: str, advice: str) -> Whole:
@@ -63,6 +66,7 @@ def join_model(engine: Engine, here: Whole, what: str, advice: str) -> Whole:
         {
             "aliases": dict(here.aliases),
             "items": [_row(spec, ()) for spec in here.specs.values()],
+            "modules": [*here.modules],
             "optimizers": [
                 {"class": one["class"], "groups": [{"params": group["params"]} for group in one["groups"]]}
                 for one in here.optimizers
@@ -78,7 +82,7 @@ def join_model(engine: Engine, here: Whole, what: str, advice: str) -> Whole:
             {**one, "groups": [{**group, "params": _params(told, n, g)} for g, group in enumerate(one["groups"])]}
             for n, one in enumerate(here.optimizers)
         ]
-        return Whole(specs, _aliases(told, mesh), optimizers)
+        return Whole(specs, _aliases(told, mesh), optimizers, {name for one in told for name in one["modules"]})
     raise AssertionError("together raises what it catches")
 
 
@@ -101,6 +105,7 @@ def join_plan(engine: Engine, plan: Plan, what: str) -> Plan:
         {
             "aliases": dict(plan.aliases),
             "items": [_row(item.spec, item.chunks(writers)) for item in items],
+            "modules": content["extra"].get(MODULES, {}),
             "optimizers": content["optimizers"],
         },
         what,
@@ -117,6 +122,8 @@ def join_plan(engine: Engine, plan: Plan, what: str) -> Plan:
                 shared[key] = at
         _check_alike(told, mesh)
         places = {item.spec.name: place for place, item in enumerate(joined) if item.spec.kind == "model"}
+        if states := _states_of_modules(told, mesh):
+            content["extra"][MODULES] = states
         content["optimizers"] = pack(_optimizers(told, mesh), places)
         generators = [item for item in plan.items if item.spec.kind == "rng"]
         extra = strict.dumps(content, EXTRA)
@@ -185,6 +192,18 @@ def _aliases(told: Sequence[Any], mesh: Mesh) -> dict[str, str]:
                     f"'{alias}' is tied to '{name}' at {_named(mesh, place)}, and to '{aliases[alias]}' before. {ONE}"
                 )
     return aliases
+
+
+def _states_of_modules(told: Sequence[Any], mesh: Mesh) -> dict[str, Any]:
+    states: dict[str, Any] = {}
+    for place, one in enumerate(told):
+        for name, state in one["modules"].items():
+            if states.setdefault(name, state) != state:
+                raise CheckpointError(
+                    f"get_extra_state() of module '{name}' is {state} at {_named(mesh, place)}, and {states[name]} "
+                    f"before. {ONE}"
+                )
+    return states
 
 
 # -- optimizers -------------------------------------------------------------------------------------------------------
