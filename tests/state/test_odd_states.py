@@ -2,6 +2,7 @@
 
 import copy
 import re
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -208,3 +209,45 @@ def test_a_state_of_no_parameter_that_cannot_be_saved_is_named(tmp_path: Path) -
     with pytest.raises(zs.CheckpointError, match=r"optimizer 0, the state\['global'\]\['model'\] is a "):
         zero.save(tmp_path / "step-1")
     assert list(tmp_path.iterdir()) == []
+
+
+class Added(torch.optim.SGD):
+    """Counts steps in an attribute, which its state dict has."""
+
+    turns = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "turns": self.turns}
+
+
+class Needy(torch.optim.SGD):
+    """Has a state dict that needs parameters."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "dtype": str(self.param_groups[0]["params"][0].dtype)}
+
+
+class Changed(torch.optim.SGD):
+    """Has a state dict of its own, with the entries of torch's."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(super().state_dict())
+
+
+@pytest.mark.parametrize(("kind", "added"), [(Added, "'turns'"), (Needy, r"'\.\.\.'"), (Changed, "")])
+def test_what_a_state_dict_adds_is_named_once(kind: type[torch.optim.SGD], added: str, tmp_path: Path) -> None:
+    model, optimizer = made(optimizer=kind)
+    zero = zs.shard(model, optimizer, stage=1)
+    train(model, optimizer)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        zero.save(tmp_path / "model", model_only=True)
+        assert caught == []
+        for step in (1, 2):
+            zero.save(tmp_path / f"step-{step}")
+    assert len(caught) == bool(added)
+    for one in caught:
+        assert one.filename == __file__
+        assert re.search(
+            rf"does not save {added}, which {kind.__name__}\.state_dict\(\) adds .* in extra=", str(one.message)
+        )

@@ -11,6 +11,7 @@ Note: ranges
     a parameter that is updated whole are tensors of any shape, and lie wholly on the rank that updates it.
 """
 
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
@@ -40,6 +41,7 @@ __all__ = [
     "model_items",
     "named_buffers",
     "order_of",
+    "own_entries",
     "state_items",
 ]
 
@@ -205,6 +207,20 @@ def groups_of(
         others = {key: value for key, value in one.optimizer.state.items() if not isinstance(key, Tensor)}
         described.append({"class": cls, "groups": groups, "others": others, "states": whole, "steps": one.steps})
     return described
+
+
+def own_entries(optimizer: torch.optim.Optimizer) -> list[str]:
+    """Return the keys that the optimizer's class adds to a state dict of torch."""
+    # A twin without parameters and hooks can be asked on each rank alone: the state dict of shards is refused.
+    twin = object.__new__(type(optimizer))
+    groups = [{**group, "params": []} for group in optimizer.param_groups]
+    vars(twin).update(vars(optimizer), state={}, param_groups=groups)
+    vars(twin).update({key: OrderedDict() for key in vars(twin) if key.startswith("_optimizer_state_dict_p")})
+    vars(twin).pop("state_dict", None)
+    try:
+        return sorted({*map(str, twin.state_dict())} - {"state", "param_groups"})
+    except Exception:  # code of others, which may need parameters: what it adds is not known
+        return ["..."]
 
 
 def aliases_of(engine: Engine, model: nn.Module) -> dict[str, str]:

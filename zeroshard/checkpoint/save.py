@@ -14,6 +14,7 @@ Note: from tensors to a checkpoint
     ranks exchange their progress at each optimizer step.
 """
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -22,6 +23,7 @@ from typing import Any, Final, final
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from zeroshard.checkpoint import files
 from zeroshard.checkpoint.attempt import new_attempt, temporary_folder
@@ -35,6 +37,7 @@ from zeroshard.checkpoint.commit import (
     write_tensors,
 )
 from zeroshard.checkpoint.contents import ADVICE, COMMITTED, LOOK, How, Plan, agree_on, make_plan
+from zeroshard.checkpoint.inventory import own_entries
 from zeroshard.checkpoint.islands import adopt, island_items, save_parts
 from zeroshard.checkpoint.manifest import FileEntry
 from zeroshard.checkpoint.places import join_plan
@@ -70,7 +73,9 @@ class Saver:
         self._engine, self._model, self._optimizers, self._islands = engine, model, optimizers, islands
         self._snapshot = Snapshot()
         self._under_way: BackgroundSave | None = None
-        self._watched: list[torch.optim.Optimizer] = []
+        self._watched: list[Optimizer] = []
+        self._asked: set[type[Optimizer]] = set()
+        """Classes with a `state_dict` of their own."""
 
     def save(
         self,
@@ -102,6 +107,8 @@ class Saver:
         self._settle(waits=True)
         with together(engine, f"{what}: looking at what is to be saved", ADVICE):
             owned = owned_states(engine, self._optimizers)
+            if not how.model_only:
+                self._warn_of_unsaved()
             change = None if self._islands is None else partial(island_items, engine, self._islands)
             plan = make_plan(engine, self._model, self._optimizers, target, extra or {}, how, owned, change)
         agree_on(engine, plan, what, f"asynchronous={asynchronous}, model_only={how.model_only}")
@@ -123,6 +130,21 @@ class Saver:
                 files.remove_tree(folder)
             raise
         return target
+
+    def _warn_of_unsaved(self) -> None:
+        """Warn, once for each optimizer, of what its class adds to the state dict of torch."""
+        for one in self._optimizers:
+            kind = type(one.optimizer)
+            if kind.state_dict is Optimizer.state_dict or kind in self._asked:
+                continue
+            self._asked.add(kind)
+            if added := own_entries(one.optimizer):
+                warnings.warn(
+                    f"{self._engine.mesh} zero.save() does not save {', '.join(map(repr, added))}, which "
+                    f"{kind.__name__}.state_dict() adds to 'state' and 'param_groups'. Pass such values in extra=, and "
+                    "set them after zero.load(); or keep them in a group or in optimizer.state.",
+                    stacklevel=6,
+                )
 
     def wait(self, what: str) -> None:
         """Wait for the save in the background. See `Zero.wait`.
