@@ -54,6 +54,7 @@ WORDS = [
     "BOOL",
     "C64",
     "$tensor",
+    "$counter",
     "$items",
     "$tuple",
     "$float",

@@ -2,6 +2,7 @@
 
 import os
 import re
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -215,6 +216,7 @@ VALUES = [
     "text",
     (1, [2, (3,)]),
     {"a": {1: "int", 2.5: "float", False: None}},
+    Counter({3: 2, "a": 1}),
     {"$tuple": "a key like a word"},
     {},
     [],

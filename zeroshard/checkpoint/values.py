@@ -119,6 +119,9 @@ def encode(value: Any, where: str, depth: int = 0) -> Any:
         return items if isinstance(value, list) else {"$tuple": items}
     if isinstance(value, Mapping):
         pairs = [[check_key(key, where), encode(item, f"{where}[{key!r}]", depth + 1)] for key, item in value.items()]
+        if type(value) is Counter:
+            # `MultiStepLR` counts milestones so, and asks for those that are not there.
+            return {"$counter": pairs}
         is_plain = all(isinstance(key, str) and not key.startswith("$") for key, _ in pairs)
         return dict(pairs) if is_plain else {"$items": pairs}
     raise CheckpointError(
@@ -180,8 +183,9 @@ def _decode_word(word: str, content: Any, where: str, depth: int, count: int) ->
         return float(content)
     if count == 1 and word == "$tuple" and isinstance(content, list):
         return tuple(decode(item, where, depth + 1) for item in content)
-    if count == 1 and word == "$items" and isinstance(content, list):
-        return _decode_items(content, where, depth)
+    if count == 1 and word in ("$items", "$counter") and isinstance(content, list):
+        items = _decode_items(content, where, depth)
+        return Counter(items) if word == "$counter" else items
     if count == 1 and word == "$tensor" and isinstance(content, dict):
         return _decode_tensor(content["data"], content["dtype"], content["shape"])
     raise ValueError("an unknown word")
