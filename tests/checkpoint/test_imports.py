@@ -188,6 +188,32 @@ def test_states_under_numbers_are_refused(tmp_path: Path) -> None:
     verify(tmp_path / "b")
 
 
+class Extra(nn.Linear):
+    """Has extra state: a tensor alone, or one in a mapping."""
+
+    def __init__(self, state: object) -> None:
+        super().__init__(3, 2)
+        self.state = state
+
+    def get_extra_state(self) -> object:
+        return self.state
+
+    def set_extra_state(self, state: object) -> None:
+        self.state = state
+
+
+def test_extra_states_of_modules_are_named(tmp_path: Path) -> None:
+    states = [torch.ones(99), {"seen": 3, "of": torch.ones(99)}]
+    model = nn.Sequential(*map(Extra, states))
+    dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path / "a", no_dist=True)
+    with pytest.warns(UserWarning, match=r"not imported: '0\._extra_state', '1\._extra_state'\. Set it after"):
+        import_checkpoint(tmp_path / "a", tmp_path / "b")
+    other = nn.Sequential(Extra(1), Extra(2))
+    zs.shard(other).load(tmp_path / "b", model_only=True)
+    assert [one.state for one in other] == [1, 2]
+    assert torch.equal(other[1].weight, model[1].weight)
+
+
 # -- DeepSpeed's zero_to_fp32, and older files of the Hub --------------------------------------------------------------
 
 

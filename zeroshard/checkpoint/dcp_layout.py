@@ -67,11 +67,13 @@ class Layout:
         model: of each parameter and buffer the flat key.
         optimizers: ordered by where they are.
         rest: flat keys of other entries.
+        extra: names under which state dicts hold the extra state of modules, which is among the rest.
     """
 
     model: Mapping[str, str]
     optimizers: Sequence[OptimizerKeys]
     rest: Sequence[str]
+    extra: Sequence[str] = ()
 
 
 def layout_of(entries: Sequence[Entry], where: str, *, model: str | None, model_only: bool) -> Layout:
@@ -88,11 +90,14 @@ def layout_of(entries: Sequence[Entry], where: str, *, model: str | None, model_
     roots = {one.way[:place] for one in entries for place, key in enumerate(one.way) if _kind(key) == "param_groups"}
     optimizers = {root: OptimizerKeys(".".join(map(str, root))) for root in sorted(roots, key=str)}
     models: dict[Way, dict[str, Entry]] = defaultdict(dict)
-    rest = []
+    rest, extra = list[str](), set[str]()
     for one in entries:
         root = next((way for way in optimizers if _is_below(one.way, way)), None)
         if root is not None and not model_only:
             _add(optimizers[root], one, one.way[len(root) :], where)
+        elif names := [key for key in one.way if str(key).rpartition(".")[2] == "_extra_state"]:
+            rest.append(one.key)
+            extra.add(names[0])
         elif root is None and one.numel is not None and isinstance(one.way[-1], str):
             models[one.way[:-1]][one.way[-1]] = one
         else:
@@ -100,7 +105,7 @@ def layout_of(entries: Sequence[Entry], where: str, *, model: str | None, model_
     way = _model_of(models, {name for keys in optimizers.values() for name in keys.states}, where, model)
     rest += [one.key for other, found in models.items() if other != way for one in found.values()]
     found = [] if model_only else list(optimizers.values())
-    return Layout({name: one.key for name, one in models[way].items()}, found, sorted(rest))
+    return Layout({name: one.key for name, one in models[way].items()}, found, sorted(rest), sorted(extra))
 
 
 def _kind(key: Any) -> str:

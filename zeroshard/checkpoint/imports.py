@@ -4,6 +4,7 @@ Owns the choice of a reader and the writing. torch is imported only for what nee
 `bin_folder.py` and `dcp_folder.py` first.
 """
 
+import warnings
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Final
@@ -11,6 +12,7 @@ from typing import Any, Final
 from zeroshard.checkpoint import files, strict
 from zeroshard.checkpoint.attempt import new_folder
 from zeroshard.checkpoint.dcp_layout import METADATA
+from zeroshard.checkpoint.fields import quoted
 from zeroshard.checkpoint.folders import BIN, INDEX_END, FolderReader, copy_rows
 from zeroshard.checkpoint.index import serialize
 from zeroshard.checkpoint.manifest import EXTRA, Manifest, spread
@@ -61,6 +63,13 @@ def import_checkpoint(
         from zeroshard.checkpoint.described import pack
 
         folder = DcpFolder(path, model=model, model_only=model_only, optimizer=optimizer)
+        if extra := folder.layout.extra:
+            names = ", ".join(map(quoted, extra[:5])) + f" and {len(extra) - 5} more" * (len(extra) > 5)
+            warnings.warn(
+                f"{path}: what modules return from get_extra_state() is not imported: {names}. Set it after "
+                "zero.load(); the next zero.save() holds it.",
+                stacklevel=2,
+            )
         places = {name: place for place, name in enumerate(folder.specs)}
         states = [_checked(one, places, path) for one in folder.optimizers]
         if step is None:
