@@ -12,11 +12,13 @@ import zeroshard as zs
 from zeroshard.checkpoint.imports import import_checkpoint
 from zeroshard.cli import main
 from zeroshard.table.errors import printable
+from zeroshard.testing import run_ranks
 
 from . import small
 
 # Clears the screen, rings, turns text around, begins a line, is half of a character, is markup of rich.
 EVIL = "\x1b[2J\x07\u202e\r\nzeroshard: whole\x9b31m\udcff[bold]:warning:\u2028"
+HALF = "\udcff"
 SHOWN = r"\x1b[2J\x07\u202e\r\nzeroshard: whole\x9b31m\udcff[bold]:warning:\u2028"
 
 
@@ -80,3 +82,25 @@ def test_a_warning_shows_names(tmp_path: Path) -> None:
     text = str(caught[0].message)
     assert r"\x1b[2J" in text
     assert all(line.isprintable() for line in text.split("\n"))
+
+
+def saved_and_read(folder: str) -> list[str]:
+    """Save, load and be refused under a name that is not UTF-8; return the errors."""
+    trainer, found = small.Small().train(1), list[str]()
+    for asynchronous in (False, True):
+        path = f"{folder}/step-{int(asynchronous)}{HALF}"
+        trainer.zero.save(path, asynchronous=asynchronous)
+        trainer.zero.wait()
+        trainer.zero.load(path)
+        with pytest.raises(zs.CheckpointError) as caught:
+            trainer.zero.save(path)
+        found.append(str(caught.value))
+    return found
+
+
+def test_a_name_that_is_not_utf8_is_one_of_any(tmp_path: Path) -> None:
+    for errors in run_ranks(saved_and_read, 2, str(tmp_path)):
+        assert [f"step-{place}" in text and "exist" in text for place, text in enumerate(errors)] == [True, True]
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["LATEST", f"step-0{HALF}", f"step-1{HALF}"]
+    assert (tmp_path / "LATEST").read_bytes() == b"step-1\xff\n"
+    assert zs.latest(tmp_path) == tmp_path / f"step-1{HALF}"

@@ -9,6 +9,7 @@ Note: names
 """
 
 import errno
+import os
 import platform
 import re
 import secrets
@@ -117,7 +118,7 @@ def publish(path: Path, folder: Path) -> None:
     """Commit a complete folder as a checkpoint, atomically, and write its name to LATEST."""
     commit(folder, path)
     temporary = path.parent / f".tmp-{LATEST}-{secrets.token_hex(4)}"
-    write_file(temporary, f"{path.name}\n".encode())
+    write_file(temporary, os.fsencode(f"{path.name}\n"))
     files.rename(temporary, path.parent / LATEST)
 
 

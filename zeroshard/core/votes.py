@@ -165,5 +165,5 @@ class Votes:
 
 def _numbers(place: str, payload: int, request: Ask | None) -> list[int]:
     """Return the numbers of a vote, in a form whose minima over ranks give minimum and maximum of each."""
-    number = zlib.crc32(place.encode())
+    number = zlib.crc32(place.encode(errors="surrogatepass"))
     return [_NOTHING if request is None else request.number, number, -number, payload, -payload]

@@ -276,7 +276,7 @@ class Comm(ABC):
 
     def texts(self, text: str, what: str) -> list[str]:
         """Return every rank's text, cut to 4 KiB, by rank. Collective: all-gather of 4 KiB."""
-        data = text.encode()[:TEXT_BYTES]
+        data = text.encode(errors="backslashreplace")[:TEXT_BYTES]
         row = torch.zeros(TEXT_BYTES, dtype=torch.uint8, device="cpu")
         row[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else row[:0]
         rows = self.collect(row, what)  # in host memory: no wait for kernels
