@@ -188,6 +188,20 @@ def test_tied_names_in_a_folder_must_hold_the_same(tmp_path: Path) -> None:
         zero.load(tmp_path)
 
 
+@pytest.mark.parametrize("is_imported", [False, True])
+def test_a_tied_name_in_a_folder_may_be_any(is_imported: bool, tmp_path: Path) -> None:
+    values = {name: torch.randn(tensor.shape) for name, tensor in Tied().state_dict().items() if name != "one.weight"}
+    save_file(values, path := tmp_path / "model.safetensors")
+    if is_imported:
+        path = import_checkpoint(path, tmp_path / "step-1")
+    model = Tied()
+    zero = zs.shard(model, stage=3)
+    zero.load(path, model_only=True)
+    with zero.gathered():
+        assert all(torch.equal(tensor, values[name]) for name, tensor in model.state_dict().items() if name in values)
+        assert model.one.weight is model.other.weight
+
+
 def test_a_buffer_may_lie_in_memory_as_it_likes(tmp_path: Path) -> None:
     def made(first: int) -> tuple[nn.Module, zs.Zero]:
         model = nn.Linear(2, 2)

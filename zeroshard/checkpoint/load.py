@@ -52,6 +52,7 @@ from zeroshard.wire.mesh import Mesh
 __all__ = ["Content", "Loaded", "load", "read_content", "read_part", "to_rows"]
 
 Tensor = torch.Tensor
+Specs = Mapping[str, Spec]
 Fill = Callable[[str, int, memoryview], None]
 Also = Callable[[CheckpointReader | None], None]
 
@@ -115,6 +116,7 @@ def load(
     whole = join_model(engine, whole, what, UNCHANGED)
     with together(engine, f"{what}: comparing {source} with the model", UNCHANGED):
         _check_model(whole, reader, cast)
+        there = reader.specs_for(whole.aliases)
         content = read_content(reader) if isinstance(reader, CheckpointReader) else None
         rest, saved = None if model_only else content, None if content is None else content.extra.pop(MODULES, None)
         states = check_modules(saved, whole.modules, source)
@@ -128,13 +130,13 @@ def load(
         if content is not None:
             # A rank checks the blocks that it reads, and a share of the blocks that no rank reads.
             trained = () if model_only else optimizers
-            for is_state, name, start, stop in _wanted(items, trained, content.reader, engine.mesh):
+            for is_state, name, start, stop in _wanted(items, there, trained, content.reader, engine.mesh):
                 content.reader.verify_range(name, start, stop, is_state=is_state)
             but = frozenset(["model"] if model_only else ["model", "state"])
             mesh = engine.mesh.across
             content.reader.verify(mesh.rank, mesh.world_size, but=but)
     with together(engine, f"{what}: reading {source}", MIXED):
-        _copy_model(items, reader)
+        _copy_model(items, reader, there)
         set_states(modules, states)
         if rest is not None:
             _copy_states(optimizers, rest, engine.mesh, cast)
@@ -162,7 +164,7 @@ def read_content(reader: CheckpointReader) -> Content:
 
 def _check_model(whole: Whole, source: Source, cast: bool) -> None:
     """Raise unless the files hold exactly the model's parameters and buffers."""
-    here, aliases, there = whole.specs, whole.aliases, source.specs
+    here, aliases, there = whole.specs, whole.aliases, source.specs_for(whole.aliases)
     problems = [f"'{name}' is in the model and not in the checkpoint" for name in here if name not in there]
     # If files do not record ties, they may hold a tied parameter under each of its names.
     known = here.keys() | (aliases.keys() if source.aliases is None else set())
@@ -179,7 +181,7 @@ def _check_model(whole: Whole, source: Source, cast: bool) -> None:
         problems += [
             f"'{alias}' is tied to '{name}' in the model, and has other values in the files"
             for alias, name in aliases.items()
-            if alias in there and name in there and not _is_equal(source, alias, name)
+            if alias in there and name in there and not _is_equal(source, there[alias], there[name])
         ]
     elif dict(aliases) != dict(source.aliases):
         tied = sorted(set(aliases.items()) ^ set(source.aliases.items()))
@@ -189,33 +191,33 @@ def _check_model(whole: Whole, source: Source, cast: bool) -> None:
         raise CheckpointError(f"{source.path} is not of this model: {'; '.join(sorted(problems)[:5])}{more}.")
 
 
-def _is_equal(source: Source, first: str, second: str) -> bool:
+def _is_equal(source: Source, one: Spec, other: Spec) -> bool:
     """Return whether two tensors in files are equal, bit for bit."""
-    one, other = source.specs[first], source.specs[second]
     return (one.dtype, one.shape) == (other.dtype, other.shape) and all(
-        source.read(first, start, stop) == source.read(second, start, stop)
+        source.read(one.name, start, stop) == source.read(other.name, start, stop)
         for start in range(0, one.numel, PIECE_NUMEL)
         for stop in (min(start + PIECE_NUMEL, one.numel),)
     )
 
 
-def _copy_model(items: Sequence[Item], source: Source) -> None:
+def _copy_model(items: Sequence[Item], source: Source, there: Specs) -> None:
     """Read this rank's elements of each parameter, and whole buffers, into place."""
     for item in items:
         assert isinstance(item.value, Tensor), f"{item.spec.name} is not on every rank"
         value = item.value.resolve_conj().resolve_neg().contiguous()
-        read_part(source.specs[item.spec.name], item.spec, item.held, item.cut, source.fill, value.reshape(-1))
+        read_part(there[item.spec.name], item.spec, item.held, item.cut, source.fill, value.reshape(-1))
         if value is not item.value:
             strides = item.value.stride()
             unexpanded(item.value, strides).copy_(unexpanded(value, strides))
 
 
 def _wanted(
-    items: Sequence[Item], optimizers: Sequence[ShardedOptimizer], reader: CheckpointReader, mesh: Mesh
+    items: Sequence[Item], there: Specs, optimizers: Sequence[ShardedOptimizer], reader: CheckpointReader, mesh: Mesh
 ) -> Iterator[tuple[bool, str, int, int]]:
     """Yield the ranges that this rank reads: whether a state, the name, and the elements in the file's order."""
     for item in items:
-        yield False, item.spec.name, *_range_in(reader.specs[item.spec.name], item.spec.order, item.held, item.cut)
+        found = there[item.spec.name]
+        yield False, found.name, *_range_in(found, item.spec.order, item.held, item.cut)
     slots = _slots_of(optimizers)
     for spec in reader.states.values():
         if spec.kind == "state" and optimizers:

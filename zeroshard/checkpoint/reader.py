@@ -64,6 +64,16 @@ class Source(ABC):
     def __init__(self, path: Path, specs: Mapping[str, Spec], aliases: Mapping[str, str] | None, digest: int) -> None:
         self.path, self.specs, self.aliases, self.digest = path, specs, aliases, digest
 
+    def specs_for(self, aliases: Mapping[str, str]) -> Mapping[str, Spec]:
+        """Return the tensors by the names of a model with these ties.
+
+        Files that do not say what is tied may hold a tied parameter under any of its names, which stands for its first.
+        """
+        if self.aliases is not None:
+            return self.specs
+        stands = {first: self.specs[alias] for alias, first in aliases.items() if alias in self.specs}
+        return {**stands, **self.specs}
+
     @abstractmethod
     def fill(self, name: str, start: int, buffer: memoryview) -> None:
         """Fill `buffer` with elements of a tensor from `start` on, counted as they lie in memory there.
