@@ -504,7 +504,7 @@ ENGINE = (
     ),
     Bug(
         "a slice's gradient that was read before is read before it is there",
-        "core/gradient.py",
+        "core/slices.py",
         "        part = part_of(slot)\n        if grads",
         "        part = slot.master_grad\n        if part is None:\n            part = part_of(slot)\n        if grads",
         f"{_ENGINE}/test_offload_leaving.py::test_whoever_reads_gradients_waits_for_them[zeros]",
@@ -1042,10 +1042,38 @@ ROOMS = (
     ),
     Bug(
         "an entry of an optimizer has a flag of its own",
-        "core/gradient.py",
+        "core/slices.py",
         "slot_of(self).parameter.requires_grad = value",
         "pass",
         "tests/engine/test_unused.py::test_groups_freeze_wherever_slices_lie[host]",
+    ),
+    Bug(
+        "a gather ahead of use is for a graph of one rank",
+        "activations/chain.py",
+        "is_earlier or previous._unit >= unit",
+        "False",
+        "tests/activations/test_partition.py::test_graphs_of_other_forwards_may_live_as_long_as_they_like[3-False-True]",
+    ),
+    Bug(
+        "each chunk of a pipe changes the same inputs",
+        "parallel/batch.py",
+        "lambda t: t[rows].clone()",
+        "lambda t: t[rows]",
+        f"{_ENGINE}/test_pipeline_hidden.py::test_what_a_pipe_sees_trains[options1]",
+    ),
+    Bug(
+        "a place of a pipe knows what was trained at first",
+        "parallel/messages.py",
+        "        self._before[chunk] = trained\n",
+        "",
+        f"{_ENGINE}/test_pipeline_freezing.py::test_what_is_frozen_at_first_may_be_trained_later[case1]",
+    ),
+    Bug(
+        "values that an optimizer assigns stay outside the bucket",
+        "update/optimizer.py",
+        "                kept.copy_(master.data)\n",
+        "",
+        f"{_ENGINE}/test_optimizers.py::test_optimizers_of_others[assigned-2]",
     ),
     Bug(
         "a failed save is raised after the update",
@@ -1409,8 +1437,8 @@ ROOMS = (
     Bug(
         "an optimizer is tried on a whole matrix alone",
         "optim/admission.py",
-        "_probe(optimizer, None, [7, 0, 12, 5], options)",
-        "_probe(optimizer, shape, [24], options)",
+        "narrow(0, 0, cuts[-1]), _try(optimizer, options, shape, cuts))",
+        "narrow(0, 0, cuts[-1]), _try(optimizer, options, shape).narrow(0, 0, cuts[-1]))",
         "tests/engine/test_refused.py::test_refused_by_shard[not element-wise]",
     ),
     Bug(
