@@ -327,7 +327,10 @@ def is_cut(key: Any, value: Any, master: Tensor, part: Tensor | None = None) -> 
 
 
 def check_states(optimizers: Sequence[ShardedOptimizer], what: str) -> None:
-    """Raise TypeError if a state of slices has elements, but is no tensor of its slice's shape: none can join these."""
+    """Raise TypeError if ranks cannot join the slices of a state.
+
+    That is a state with a value for each element that is not a tensor of the slice's shape, such as a list of tensors.
+    """
     for one in optimizers:
         for master in (master for master in one.masters if slot_of(master).updater is None):
             state = views_of(one.optimizer, one.optimizer.state.get(master, {}))
@@ -342,7 +345,7 @@ def _check_state(
 
 
 def _odd_state(state: Mapping[Any, Any], shape: torch.Size, counters: frozenset[Any]) -> str:
-    """Return the key and the form of a state with elements that is no tensor of a shape; "" without one."""
+    """Return the key and the type of the first state with elements that is not a tensor of `shape`; "" without one."""
     for key, value in state.items():
         is_odd = key not in counters and getattr(value, "shape", None) != shape
         if is_odd and any(one.numel() > 1 for one in find(value, Tensor)):

@@ -170,7 +170,7 @@ class WholeStates:
         self._engine, self._sharded, self._optimizer = engine, sharded, sharded.optimizer
         (owned,) = owned_states(engine, [sharded])
         whole = gather_states(engine, sharded, sharded.masters, owned)
-        # State under a key that is no parameter stays where it is.
+        # States whose key is not a parameter stay in place.
         state = self._optimizer.state
         self._set_aside = {master: state.pop(master) for master in sharded.masters if master in state}
         self._masters = [list(group["params"]) for group in self._optimizer.param_groups]
