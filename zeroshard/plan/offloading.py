@@ -10,16 +10,16 @@ Note: the order of trials
     far. It skips a configuration that fits without offload, and one that would not fit even if everything that offload
     can move took no memory. For each of the others it takes the fastest offload that fits, as `offload="auto"` of a
     plan does. The largest offload is planned in full first: where that has no room with what the allocator reserves,
-    no other has. With each fifth of the parameters, and with gradients on the device or with their states, it looks for
-    the least states that must move, from a guess on, as memory falls nearly evenly with what is moved. Those that may
-    be the fastest are then planned in full, from the one on that is fastest by simulations.
+    no other has. With each fifth of the parameters it looks for the least states that must move, from a guess on, as
+    memory falls nearly evenly with what is moved; gradients move with their states, or stay where that is faster. Those
+    that may be the fastest are then planned in full, from the one on that is fastest by simulations.
 """
 
 import dataclasses
 from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import cycle
-from math import ceil
+from math import ceil, inf
 from operator import itemgetter
 from typing import Final, NamedTuple
 
@@ -58,21 +58,21 @@ class Chosen(NamedTuple):
 
 def choose_offload(
     bounds: Sequence[Candidate],
-    best: Plan | None,
+    best_tokens_per_s: float | None,
     places: Sequence[str],
     simulated: Simulated,
     whole: Callable[[Options], Plan],
 ) -> Chosen:
-    """Return the fastest plan with offload, if no plan fits without offload or if it is faster than these.
+    """Return the fastest plan with offload, if nothing fits without offload or if that is slower.
 
     Args:
         bounds: of the configurations without offload, all with the same number of ranks.
-        best: the fastest plan that fits without offload.
+        best_tokens_per_s: of the fastest configuration that fits without offload; None if none fits.
         places: "host" and folders, in the order of trial; a configuration uses the first place in which it fits.
         simulated: the simulations of these configurations.
         whole: plans a configuration in full.
     """
-    found, candidate, fastest, tried = best, None, best.tokens_per_s if best is not None else 0.0, 0
+    found, fastest, tried = None, best_tokens_per_s or 0.0, 0
 
     def simulate(options: Options) -> Candidate:
         nonlocal tried
@@ -90,16 +90,15 @@ def choose_offload(
         for place in places:
             made = _fastest(one, place, fastest, simulate, whole)
             if made is not None:
-                candidate, found = made
-                fastest = found.tokens_per_s
+                found, fastest = made, made[1].tokens_per_s
                 break
-    if candidate is None or found is None:
+    if found is None:
         return Chosen(None, None, "", tried)
     reason = "nothing fits without offload"
-    if best is not None:
-        more = fastest / best.tokens_per_s - 1
-        reason = f"{more:.0%} faster than the fastest that fits without offload ({best.tokens_per_s:,.0f} tokens/s)"
-    return Chosen(candidate, found, reason, tried)
+    if best_tokens_per_s is not None:
+        more = fastest / best_tokens_per_s - 1
+        reason = f"{more:.0%} faster than the fastest that fits without offload ({best_tokens_per_s:,.0f} tokens/s)"
+    return Chosen(*found, reason, tried)
 
 
 def _most_tokens_per_s(one: Candidate) -> float:
@@ -221,23 +220,36 @@ def _fastest_choice(
         return quick(one).excess_bytes
 
     tried, found, fastest = list[tuple[float, Chain, int, float]](), None, tokens_per_s
-    for gradients in (None, 0):
-        # Memory falls nearly evenly from choice to choice. Without offloaded states gradients stay on the device.
-        ends = [(excess_of(chain_of(part, 0)[0]), excess_of(chain_of(part, gradients)[-1])) for part in parts[::steps]]
-        for part in parts:
-            begin, end = (a + (b - a) * part / steps for a, b in zip(ends[0], ends[-1], strict=True))
-            each_bytes, chain = max(1.0, (begin - end) / PARTS), chain_of(part, gradients)
-            place = first_below(chain, excess_of, min(PARTS, max(0, ceil(begin / each_bytes))), each_bytes)
-            # Where the host has no room for the least offload, it has none for more.
-            if place is not None and (one := quick(chain[place])).verdict != "no":
-                tried.append((one.tokens_per_s, chain, place, each_bytes))
+    # Memory falls nearly evenly from choice to choice. Without offloaded states gradients stay on the device.
+    ends = [(excess_of(chain_of(part, 0)[0]), excess_of(chain_of(part, None)[-1])) for part in parts[::steps]]
+    most_gain = 0.0
+    for part in sorted(parts, key=lambda part: part % steps):
+        begin, end = (a + (b - a) * part / steps for a, b in zip(ends[0], ends[-1], strict=True))
+        each_bytes, chain = max(1.0, (begin - end) / PARTS), chain_of(part, None)
+        place = first_below(chain, excess_of, min(PARTS, max(0, ceil(begin / each_bytes))), each_bytes)
+        # Where the host has no room for the least offload, it has none for more.
+        if place is None or (one := quick(chain[place])).verdict == "no":
+            continue
+        tried.append((one.tokens_per_s, chain, place, each_bytes))
+        # Gradients that stay on the device ask for at least as many states elsewhere. Without parameters elsewhere, or
+        # with all, it is seen whether that may be faster.
+        if part % steps == 0 or most_gain > 1:
+            tried.append((quick((stays := chain_of(part, 0))[place]).tokens_per_s, stays, place, each_bytes))
+            most_gain = max(most_gain, tried[-1][0] / one.tokens_per_s)
+    full_bytes = inf  # the least, by simulations, of a choice that has no room when planned in full
     for most_tokens_per_s, chain, place, each_bytes in sorted(tried, key=itemgetter(0), reverse=True):
         if most_tokens_per_s <= fastest * (LEAST_GAIN if found is not None else 1):
             break
+        if excess_of(chain[-1]) >= full_bytes:
+            continue
         guess = place + ceil(reserved_bytes / each_bytes)
-        least = first_below(chain, lambda one: whole(one).excess_bytes, guess, each_bytes, first=place)
-        plan = None if least is None else whole(chain[least])
-        if plan is not None and plan.verdict == "fits" and plan.tokens_per_s > fastest:
+        last_bytes = whole(chain[-1]).excess_bytes if chain[-1] == fullest else None
+        least = first_below(
+            chain, lambda one: whole(one).excess_bytes, guess, each_bytes, first=place, last_bytes=last_bytes
+        )
+        if least is None:
+            full_bytes = min(full_bytes, excess_of(chain[-1]))
+        elif (plan := whole(chain[least])).verdict == "fits" and plan.tokens_per_s > fastest:
             found, fastest = plan, plan.tokens_per_s
     return found
 
@@ -249,6 +261,7 @@ def first_below(
     each_bytes: float,
     *,
     first: int | None = None,
+    last_bytes: float | None = None,
 ) -> int | None:
     """Return the place of the first choice that has room; None if none has.
 
@@ -258,16 +271,21 @@ def first_below(
         each_bytes: how much less a choice takes than the choice before it, roughly.
         first: the first that may have room. By default any may, and the search ends at a choice that has less room than
             the choice before it takes more.
+        last_bytes: what `excess_of` returns for the last choice, if that is known and at most 0.
     """
     low, high, before = -1 if first is None else first - 1, len(chain), None
+    if last_bytes is not None:
+        high, before = len(chain) - 1, (len(chain) - 1, last_bytes)
     for is_between in cycle((False, False, True)):
+        if high - low == 1:
+            break
         place = min(max(place, low + 1), high - 1)
         excess_bytes = excess_of(chain[place])
         if before is not None and (fallen := (before[1] - excess_bytes) / (place - before[0])) > 0:
             each_bytes = fallen
         before = place, excess_bytes
         low, high = (low, place) if excess_bytes <= 0 else (place, high)
-        if high - low == 1 or (first is None and -each_bytes < excess_bytes <= 0):
+        if first is None and -each_bytes < excess_bytes <= 0:
             break
         # Where memory does not fall evenly, a step of each_bytes may be short: each third one halves what is left.
         place = (low + high) // 2 if is_between and high < len(chain) else place + ceil(excess_bytes / each_bytes)

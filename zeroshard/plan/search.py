@@ -11,10 +11,12 @@ Note: what is not simulated
 """
 
 import dataclasses
+import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
-from itertools import product
+from itertools import chain, product
 from types import MappingProxyType
 from typing import Any, Final, final
 
@@ -98,6 +100,21 @@ class Search:
         }
 
 
+@contextmanager
+def _without_collector() -> Iterator[None]:
+    """Leave cyclic garbage alone meanwhile: plans are millions of objects without cycles, and looking at each of them
+    again and again took a quarter of a search.
+    """
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+@_without_collector()
 def search(
     model: Any,
     *,
@@ -206,7 +223,7 @@ def search(
         bounds, places = [*simulated.known.values()], []  # what comes now takes a few seconds
         if not bounds:
             raise
-    plan = lru_cache(maxsize=None)(partial(plan_shape, shape))
+    plan = lru_cache(maxsize=16)(partial(plan_shape, shape))
 
     def fullest(one: Candidate) -> Plan:
         return plan(one.options) if one.options.pipe == 1 else plan_alone(shape, one.options, one.place)
@@ -217,13 +234,19 @@ def search(
     best, reasons, tried = dict[int, Plan | None](), dict[int, str](), 0
     for ranks in sizes:
         some = [one for one in bounds if one.options.world_size == ranks]
-        best[ranks] = _best(plan, fullest, some, simulated)
         alone = [one for one in some if one.options.pipe == 1]
-        chosen = choose_offload(alone, best[ranks], places, simulated, plan)
-        tried += chosen.tried
-        if chosen.candidate is not None:
-            best[ranks], reasons[ranks] = chosen.plan, chosen.reason
-            simulated.known[chosen.candidate.options] = chosen.candidate
+        best[ranks] = None
+        for fitting in chain(_fitting(fullest, some, simulated), [None]):
+            chosen = choose_offload(alone, fitting and fitting.tokens_per_s, places, simulated, plan)
+            tried += chosen.tried
+            if chosen.candidate is not None:
+                best[ranks], reasons[ranks] = chosen.plan, chosen.reason
+                simulated.known[chosen.candidate.options] = chosen.candidate
+                break
+            # A plan of all places of a pipe takes seconds.
+            if fitting is not None and (whole := plan(fitting.options)).verdict == "fits":
+                best[ranks] = whole
+                break
     found = (*simulated.known.values(),)
     return Search(
         shape, len(configurations), found, tuple(frontier_of(found)), MappingProxyType(best), MappingProxyType(reasons),
@@ -305,20 +328,12 @@ def _speed(one: Candidate) -> float:
     return one.tokens_per_s / one.options.world_size
 
 
-def _best(
-    whole: Callable[[Options], Plan],
-    fullest: Callable[[Candidate], Plan],
-    bounds: Sequence[Candidate],
-    simulated: Simulated,
-) -> Plan | None:
-    """Return the plan of the fastest configuration that fits when it is planned wholly.
-
-    Args:
-        fullest: plans the fullest place of a pipe alone.
-    """
-    order = simulated.fastest_first(bounds, lambda one: one.tokens_per_s, lambda one: one.verdict != "no")
-    plans = (whole(one.options) for one in order if fullest(one).verdict == "fits")
-    return next((plan for plan in plans if plan.verdict == "fits"), None)
+def _fitting(
+    fullest: Callable[[Candidate], Plan], bounds: Sequence[Candidate], simulated: Simulated
+) -> Iterator[Candidate]:
+    """Yield the configurations that fit in full, fastest first; of a pipe, those whose fullest place fits."""
+    order = simulated.fastest_first(bounds, lambda one: one.tokens_per_s, lambda one: one.verdict == "fits")
+    return (one for one in order if fullest(one).verdict == "fits")
 
 
 SHOWN: Final = 12

@@ -295,6 +295,8 @@ class UnitSpec:
 
     def updated(self, numbers: Collection[int]) -> "UnitSpec":
         """Return the unit where optimizers have entries of these buckets alone."""
+        if all(b.is_updated == (b.number in numbers) for b in self.buckets):
+            return self
         return replace(self, buckets=tuple(replace(b, is_updated=b.number in numbers) for b in self.buckets))
 
     @cached_property

@@ -50,20 +50,16 @@ def make_film(job: Job, *, is_settled: bool = False) -> Film:
     Args:
         is_settled: whether pooled buffers of earlier steps are there, which takes two or three times the time.
     """
-    return _settled(job, is_first=job.wire.keeps_buffers)[1] if is_settled else _Rank(job).step()
+    return make_films(job, is_first=job.wire.keeps_buffers)[1] if is_settled else _Rank(job).step()
 
 
-def make_films(job: Job) -> tuple[Film, Film]:
-    """Simulate the first step, in which the optimizer makes its states, and a steady step in the pools that it left."""
-    if job.wire.keeps_buffers:
-        return _settled(job, is_first=True)
-    return _Rank(job).step(is_first=True), make_film(job, is_settled=True)
-
-
-def _settled(job: Job, *, is_first: bool) -> tuple[Film, Film]:
+def make_films(job: Job, *, is_first: bool = True) -> tuple[Film, Film]:
     """Simulate steps until one leaves the pools that it found; return the films of the first and the last of them.
 
     What continues after a step and the buffers of a pipe are taken over once: they do not add up.
+
+    Args:
+        is_first: whether the optimizer makes its states in the first of them.
     """
     rank = _Rank(job)
     first, left = rank.step(is_first=is_first), rank.left()
