@@ -224,18 +224,24 @@ class Zero:
 
         Args:
             writeback: on exit, broadcast parameters and buffers (and states) of rank 0 to all ranks. Without it, a
-                change in place is an error. After an exception inside the context, nothing is written back.
+                change in place is an error. After an exception inside the context, nothing is written back. Islands
+                write at the start, after `finish()` or at an exchange of the whole model, all of them: the first one's
+                parameters and buffers.
             states: also gather optimizer states, for `state_dict` and `load_state_dict` of the optimizers.
             whole: also gather what is split over an axis "tensor": every rank has the whole model in memory. Without
                 such an axis, values are whole anyway.
 
         Raises:
-            RuntimeError: called inside another `gathered()` or a pass, or parameters changed without `writeback`.
+            RuntimeError: called inside another `gathered()` or a pass, or parameters changed without `writeback`, or
+                islands write between exchanges.
 
         Collective: all-gather of all parameters (and states) on entry, broadcast on exit with `writeback`; every rank
             must enter. Generation inside the context may differ in length between ranks.
         """
-        outer = gathered(self._engine, self._model, self._sharded, writeback=writeback, states=states)
+        given = (self._engine, self._model, self._sharded)
+        outer: AbstractContextManager[None] = gathered(*given, writeback=writeback, states=states)
+        if writeback and self._islands is not None:
+            outer = self._islands.written(outer)
         if not whole or len(self.mesh.tensor_ranks) == 1:
             return outer
         from zeroshard.parallel.whole import with_whole_values  # imports DTensor

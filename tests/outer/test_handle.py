@@ -1,5 +1,6 @@
 """What the handle of a model on islands says and does: memory, later optimizers, the end."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -122,6 +123,56 @@ def test_what_is_trained_later_is_exchanged_or_refused(is_frozen_before: bool) -
             assert "was trained; zs.shard(outer=) left it out as frozen: freeze it after that." in text
         else:
             assert not text and torch.equal(values, by_rank[0][1])
+
+
+# -- values that the program writes -----------------------------------------------------------------------------------
+
+
+def fill(zero: zs.Zero, model: nn.Module, value: float) -> None:
+    """Write other values on each rank."""
+    with zero.gathered(writeback=True), torch.no_grad():
+        for one in (*model.parameters(), *model.buffers()):
+            one.fill_(value + dist.get_rank())
+
+
+def written(stage: int, path: str) -> tuple[str, list[set[float]]]:
+    """Write at the start, between exchanges and at the end; return the error, and the values that there are then."""
+    model, found, text = build(torch.float32), list[set[float]](), ""
+    model.register_buffer("seen", torch.zeros(2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    zero = made(stage, optimizer, model, every=2, bits=4, optimizer=nesterov)
+
+    def look(zero: zs.Zero) -> None:
+        with zero.gathered():
+            found.append({number for one in model.state_dict().values() for number in one.flatten().tolist()})
+
+    fill(zero, model, 2.0)
+    zero.save(path)
+    for number in range(3):
+        step(model, number, optimizer)
+    look(zero)
+    try:
+        fill(zero, model, 3.0)
+    except RuntimeError as error:
+        text = str(error)
+    zero.finish()
+    fill(zero, model, 4.0)
+    step(model, 3, optimizer)
+    zero.finish()
+    zero.check_copies()
+    look(zero)
+    zero.detach()
+    other = zs.shard(model, optimizer, mesh=mesh_of(2)["shard"])
+    other.load(path, model_only=True)
+    look(other)
+    return text, found
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_values_that_the_program_writes_are_those_of_the_first_island_on_all(stage: int, tmp_path: Path) -> None:
+    for text, found in run_ranks(written, 4, stage, str(tmp_path / "saved"), timeout_s=TIMEOUT_S):
+        assert found == [{2.0}, {4.0}, {2.0}]
+        assert "gathered(writeback=True) at step 3, between exchanges" in text and "Call zero.finish() before" in text
 
 
 # -- the end ----------------------------------------------------------------------------------------------------------

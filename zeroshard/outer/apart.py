@@ -7,6 +7,7 @@ Owns that interface, and the count of steps. It must not know exchanges: `island
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -82,6 +83,14 @@ class Apart(ABC):
     @abstractmethod
     def finish(self) -> None:
         """Exchange what was not exchanged yet. See `Zero.finish`."""
+
+    @abstractmethod
+    def written(self, gathered: AbstractContextManager[None]) -> AbstractContextManager[None]:
+        """Return `gathered(writeback=True)` such that what it writes is no change that the island has learned.
+
+        Raises:
+            RuntimeError: on entry, if islands have more than what they have in common.
+        """
 
     @abstractmethod
     def loaded(self) -> None:

@@ -9,13 +9,19 @@ Note: steps and exchanges
     steps before. At its end the ranks of an island agree, outside passes, that all values are finite. Then each moves
     its shard of the anchors, replaces or mixes its master weights, and publishes them as after an update. Between
     exchanges islands send each other nothing.
+Note: values that the program writes
+    What `gathered(writeback=True)` wrote would be a change that the island has learned: rounded, weighed by the outer
+    optimizer, and not in the anchors that a checkpoint has. So it is written where islands have nothing but anchors,
+    on all of them: those of the first island, which become the anchors, as at the start.
 """
 
 from collections import Counter
-from collections.abc import Sequence
-from typing import final
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Final, final
 
 import torch
+from torch import nn
 
 from zeroshard.core.engine import Engine
 from zeroshard.outer import formula
@@ -33,6 +39,8 @@ from zeroshard.wire.comm import Comm
 __all__ = ["Islands"]
 
 Tensor = torch.Tensor
+PIECE_NUMEL: Final = 1 << 22
+"""Elements that are sent at a time."""
 
 
 @final
@@ -43,19 +51,60 @@ class Islands(Apart):
         comm: connects this rank with its counterparts on all islands.
         options: how they exchange.
         optimizers: the model's, including those attached later.
+
+    Collective: see `align`.
     """
 
-    def __init__(self, engine: Engine, comm: Comm, options: Outer, optimizers: Sequence[ShardedOptimizer]) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        model: nn.Module,
+        comm: Comm,
+        options: Outer,
+        optimizers: Sequence[ShardedOptimizer],
+    ) -> None:
         super().__init__(engine, optimizers)
-        self.comm, self.options = comm, options
+        self._model, self.comm, self.options = model, comm, options
         self.fragments: list[Fragment] = fragments_of(engine.units, options, store_of(options, engine.mesh.device))
-        for fragment in self.fragments:
-            fragment.take_anchors()
+        self.align()
         self.optimizer = options.make([fragment.anchor for fragment in self.fragments])
         """The outer optimizer; None for the average."""
         self.exchanges = 0
         """Exchanges so far; they and the steps are equal on all islands at an exchange."""
         self.under_way: Exchange | Arrived | None = None
+
+    def align(self) -> None:
+        """Give all islands the parameters and buffers of the first one, which are the anchors then.
+
+        Collective: broadcasts of this rank's shards, and of buffers; every rank of all islands must call.
+        """
+        for unit in self._engine.units:
+            for bucket in unit.buckets:
+                what = f"the values of {unit} on all islands"
+                for values in (bucket.array(), bucket.full if bucket.spec.is_whole else bucket.shard):
+                    for piece in values.detach().split(PIECE_NUMEL):
+                        sent = piece.clone()  # it may lie in a file
+                        self.comm.broadcast(sent, what, "start")
+                        piece.copy_(sent)
+                bucket.changes.accept()
+        for name, tensor in self._model.named_buffers():
+            self.comm.broadcast(tensor.data, f"buffer '{name}' on all islands", "start")
+        for fragment in self.fragments:
+            fragment.take_anchors()
+        self._engine.order.barrier("the values of all islands")
+
+    @contextmanager
+    def written(self, gathered: AbstractContextManager[None]) -> Iterator[None]:
+        """See `Apart`. Collective: also `align`; every rank of all islands must enter."""
+        if self.under_way is not None or any(one.exchanged_at != self.steps for one in self.fragments):
+            raise RuntimeError(
+                f"{self._engine.mesh} gathered(writeback=True) at step {self.steps}, between exchanges of islands: "
+                "what it writes would be taken for what this island has learned. Call zero.finish() before, on all "
+                "islands; to replace the weights, zero.load(path, model_only=True) works at any step."
+            )
+        with gathered:
+            yield
+        self.align()
 
     def exchange(self) -> None:
         """See `Apart`."""

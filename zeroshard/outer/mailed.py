@@ -6,6 +6,7 @@ and `island_exchange.py` first.
 
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import final
 
@@ -58,6 +59,13 @@ class Mailed(Apart):
         """See `Apart`: puts what was not put yet, and leaves; nobody waits for this island afterwards."""
         self._engine.leave_passes("zero.finish()")
         self._island.finish()
+
+    def written(self, gathered: AbstractContextManager[None]) -> AbstractContextManager[None]:
+        """See `Apart`."""
+        raise RuntimeError(
+            f"{self._engine.mesh} gathered(writeback=True) on an island with a mailbox: what it writes would be taken "
+            "for what this island has learned. Load weights before zs.shard(): the first island's are the anchors."
+        )
 
     def loaded(self) -> None:
         """See `Apart`: the optimizer continues as it was saved, and the parameters are the anchors of the mailbox."""

@@ -1,6 +1,6 @@
-"""What islands have in common when they are made: options, models, and the values of the first island.
+"""What islands have in common when they are made: options and models.
 
-Owns the checks of `zs.shard(outer=)`, and the first values. It must not know exchanges. Read `places.py` first.
+Owns the checks of `zs.shard(outer=)`. It must not know exchanges. Read `places.py` first.
 """
 
 from collections.abc import Sequence
@@ -26,9 +26,6 @@ from zeroshard.wire.comm import Comm
 from zeroshard.wire.mesh import Mesh
 
 __all__ = ["Start"]
-
-PIECE_NUMEL = 1 << 22
-"""Elements that are sent at a time."""
 
 
 @final
@@ -84,15 +81,14 @@ class Start:
     def islands(self, engine: Engine, model: nn.Module, optimizers: Sequence[ShardedOptimizer]) -> Apart | None:
         """Give all islands the first values of the first one, and return them.
 
-        Collective: broadcasts of this rank's shards, and of buffers; every rank of all islands must call. An island
-        that is a launch of its own: see `Mailed`.
+        Collective: see `Islands.align`; every rank of all islands must call. An island that is a launch of its own: see
+        `Mailed`.
         """
         if self._options is not None and self._options.is_alone:
             return Mailed(engine, self._options, optimizers, self._known)
         if self._options is None or self._comm is None:
             return None
-        _align(engine, model, self._comm)
-        self.saved_as_one = Islands(engine, self._comm, self._options, optimizers)
+        self.saved_as_one = Islands(engine, model, self._comm, self._options, optimizers)
         return self.saved_as_one
 
 
@@ -132,25 +128,3 @@ def _facts_of(options: Outer) -> list[str]:
         settings = ", ".join(f"{key}={value}" for key, value in sorted(group.items()) if key != "params")
         lines.append(f"outer optimizer: {type(optimizer).__name__}, {settings}")
     return lines
-
-
-def _align(engine: Engine, model: nn.Module, comm: Comm) -> None:
-    """Give all islands the parameters and buffers of the first one.
-
-    Args:
-        comm: connects this rank with its counterparts.
-
-    Collective: broadcasts of this rank's shards, and of buffers; every rank of all islands must call.
-    """
-    for unit in engine.units:
-        for bucket in unit.buckets:
-            what = f"the first values of {unit} on all islands"
-            for values in (bucket.array(), bucket.full if bucket.spec.is_whole else bucket.shard):
-                for piece in values.detach().split(PIECE_NUMEL):
-                    sent = piece.clone()  # it may lie in a file
-                    comm.broadcast(sent, what, "start")
-                    piece.copy_(sent)
-            bucket.changes.accept()
-    for name, tensor in model.named_buffers():
-        comm.broadcast(tensor.data, f"buffer '{name}' on all islands", "start")
-    engine.order.barrier("the first values of all islands")
