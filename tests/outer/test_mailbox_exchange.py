@@ -297,6 +297,32 @@ def test_a_change_that_was_acknowledged_before_an_island_joins_again_is_counted_
     assert same(values[0], np.full(3, 3.0, "<f4"))
 
 
+def test_values_that_replace_those_of_the_founder_are_the_first_anchors(tmp_path: Path, quick_disk: None) -> None:
+    with mailbox(tmp_path) as box:
+        values = [np.zeros(3, "<f4") for _ in range(2)]
+        one, other = (island(box, tmp_path, name, own) for name, own in zip("ab", values, strict=True))
+        values[0][:] = 7  # as a checkpoint does
+        one.come_back()
+        values[0] += 2
+        values[1] += 4
+        at_once(one.exchange, other.exchange)
+        at_once(partial(one.finish, others=True), partial(other.finish, others=True))
+    assert same(values[0], values[1])
+    assert same(values[0], np.full(3, 7.0 + 3, "<f4"))
+
+
+def test_values_that_replace_those_of_the_founder_too_late_are_refused(tmp_path: Path, quick_disk: None) -> None:
+    with mailbox(tmp_path) as box:
+        values = [np.zeros(3, "<f4") for _ in range(2)]
+        one, other = (island(box, tmp_path, n, own, staleness=1) for n, own in zip("ab", values, strict=True))
+        values[1] += 4
+        other.exchange()
+        values[0][:] = 7
+        wait_for(lambda: box.book._last("b") == 1)
+        with pytest.raises(MailboxError, match="changes were put before its values were replaced"):
+            one.come_back()
+
+
 def test_islands_go_on_without_the_mailbox_and_put_later(
     tmp_path: Path, quick_disk: None, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

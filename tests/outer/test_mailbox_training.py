@@ -112,6 +112,41 @@ def test_islands_that_do_not_wait_are_repeated_from_their_logs_bit_for_bit(tmp_p
     assert all(torch.equal(runs[0][name], again[name]) for name in again)
 
 
+def restarted(options: zs.Outer, folder: str, *, writes: bool) -> tuple[float, str]:
+    """Start an island with another value, which is loaded or written; train, and return it and an error."""
+    zs.init()
+    model = nn.Linear(6, 2)
+    optimizer, text = torch.optim.SGD(model.parameters(), lr=0.0), ""
+    zero = zs.shard(model, optimizer, stage=3, outer=options)
+    for _ in range(2):
+        try:
+            if writes:
+                with zero.gathered(writeback=True), torch.no_grad():
+                    model.weight.fill_(5.0)
+                zero.save(f"{folder}/saved")
+            else:
+                zero.load(f"{folder}/saved")
+        except RuntimeError as error:
+            text = str(error)
+        for _ in range(EVERY):
+            model(torch.ones(1, 6)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    zero.finish()
+    with zero.gathered():
+        return model.weight.mean().item(), text
+
+
+def test_an_island_that_founds_the_mailbox_founds_it_with_what_it_writes_or_loads(tmp_path: Path) -> None:
+    asked = partial(zs.Outer, islands=1, every=EVERY, secret_file=secret_in(tmp_path), island="a")
+    for writes in (True, False):
+        with mailbox(tmp_path / str(writes)) as box:
+            run = partial(restarted, writes=writes)
+            for value, text in run_ranks(run, 2, asked(address=box.address), str(tmp_path)):
+                assert value == 5.0
+                assert ("writeback=True) on an island with a mailbox" in text) == writes
+
+
 def test_the_program_of_the_page_runs(tmp_path: Path) -> None:
     (program,) = examples((REPOSITORY / "docs/mailbox.md").read_text())
     with mailbox(tmp_path) as box:

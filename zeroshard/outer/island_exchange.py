@@ -90,8 +90,12 @@ class Source(ABC):
     """Where an island puts its changes and takes those of others: a mailbox, or the log of an earlier run."""
 
     @abstractmethod
-    def enter(self, values: np.ndarray) -> tuple[Start, np.ndarray]:
-        """Join, or join again, and return where the island starts, and the anchors; the first island founds them."""
+    def enter(self, values: np.ndarray, *, anew: bool = False) -> tuple[Start, np.ndarray]:
+        """Join, or join again, and return where the island starts, and the anchors; the first island founds them.
+
+        Args:
+            anew: whether the values replace the anchors that this island founded.
+        """
 
     @abstractmethod
     def begin(self) -> None:
@@ -190,14 +194,14 @@ class Island:
 
     def _begin(self, start: Start) -> None:
         """Begin to exchange, with what others have put and the anchors do not have yet."""
-        self.version, self.taken = start.since, dict(start.versions)
+        self._founds, self.version, self.taken = start.founds, start.since, dict(start.versions)
         if self._log is not None:
             self._log.start(start, self._anchors, self.steps)
         self._source.begin()
         while not start.founds:
             settled = self._source.catch_up(start.since, self.steps)
             self._take(settled)
-            if settled.is_settled:
+            if settled.is_settled or settled.is_gone:  # then the next exchange joins again
                 break
 
     @property
@@ -213,8 +217,24 @@ class Island:
             arrays += [self._pending.learned, self._pending.told, self._pending.lost]
         return sum(one.nbytes for one in {id(one): one for one in arrays}.values())
 
+    @property
+    def is_first(self) -> bool:
+        """Whether the anchors are the first ones, of this island, which has put nothing since."""
+        return self._founds and not self.version
+
     def come_back(self) -> None:
-        """Replace the values by the anchors, with what is on its way: after a checkpoint has replaced them."""
+        """Go on after a checkpoint, or the program, has replaced the values.
+
+        They replace the anchors if these are the first ones, of this island; otherwise the anchors replace them, with
+        what is on its way.
+
+        Raises:
+            MailboxError: other islands have put changes to the first anchors. On every rank.
+        """
+        if self.is_first:
+            start, self._anchors = self._source.enter(self._values.read(), anew=True)
+            self._begin(start)
+            return
         values = self._anchors.copy()
         if self._pending is not None:
             values += self._pending.learned

@@ -49,7 +49,8 @@ class Log:
         """Note that the island has joined after a step, with the anchors that it starts from."""
         self._number += 1
         crc32 = write_array(self._part("anchors"), anchors)
-        self.note("start", **self._about, step=step, since=start.since, versions=dict(start.versions), crc32=crc32)
+        about = self._about | {"founds": start.founds, "step": step, "since": start.since}
+        self.note("start", **about, versions=dict(start.versions), crc32=crc32)
 
     def sent(self, step: int, version: int, change: np.ndarray) -> None:
         """Note a change of this island."""

@@ -133,12 +133,13 @@ class Post:
 
     # -- joining, in the thread that trains ---------------------------------------------------------------------------
 
-    def enter(self, launch: str, values: np.ndarray, limit_s: float) -> tuple[Start, np.ndarray]:
+    def enter(self, launch: str, values: np.ndarray, limit_s: float, *, anew: bool = False) -> tuple[Start, np.ndarray]:
         """Join, and return where this island starts, with this rank's part of the anchors, (numel,).
 
         Args:
             launch: names this start of the island, equal on its ranks.
             values: of this rank, which become its anchors if there are none yet.
+            anew: whether they replace those with which this island founded the mailbox.
 
         Raises:
             Refused: the island differs from the others, or its name is in use.
@@ -148,7 +149,7 @@ class Post:
         while True:
             try:
                 with self._lines.use("join") as line:
-                    return self._enter(line, launch, values)
+                    return self._enter(line, launch, values, anew)
             except PeerError as error:
                 problem: MailboxError = error
             except Refused as error:
@@ -169,9 +170,9 @@ class Post:
                 )
             time.sleep(_LEAST_PAUSE_S if limit_s < 1.0 else 3 * _LEAST_PAUSE_S)
 
-    def _enter(self, line: Line, launch: str, values: np.ndarray) -> tuple[Start, np.ndarray]:
+    def _enter(self, line: Line, launch: str, values: np.ndarray, anew: bool) -> tuple[Start, np.ndarray]:
         asked = {"do": "join", "island": self._name, "launch": launch, "rank": self._rank, "numel": self._numel}
-        reply = self._lines.ask(line, asked | self._about)
+        reply = self._lines.ask(line, asked | self._about | {"anew": anew})
         versions = {str(name): int(version) for name, version in reply["versions"].items()}
         start = Start(int(reply["since"]), versions, bool(reply["founds"]), int(reply["last"]))
         plain = self._form.plain

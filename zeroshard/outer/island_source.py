@@ -73,13 +73,13 @@ class Mail(Source):
 
     # -- joining ------------------------------------------------------------------------------------------------------
 
-    def enter(self, values: np.ndarray) -> tuple[Start, np.ndarray]:
+    def enter(self, values: np.ndarray, *, anew: bool = False) -> tuple[Start, np.ndarray]:
         """See `Source`."""
         if not self._joined:
             self._launch = self._values.texts(token_hex(16))[0]
         self._joined += 1
         launch = f"{self._launch}:{self._joined}"
-        return self._together(lambda: self._post.enter(launch, values, self._options.arrive_s))
+        return self._together(lambda: self._post.enter(launch, values, self._options.arrive_s, anew=anew))
 
     def begin(self) -> None:
         """See `Source`."""
@@ -255,9 +255,9 @@ class Logged(Source):
         self._took = [entry for entry in mine if entry.what == "took"]
         self._due: Entry | None = None
 
-    def enter(self, values: np.ndarray) -> tuple[Start, np.ndarray]:
+    def enter(self, values: np.ndarray, *, anew: bool = False) -> tuple[Start, np.ndarray]:
         """See `Source`."""
-        start = Start(self._start["since"], self._start["versions"], founds=False)
+        start = Start(self._start["since"], self._start["versions"], self._start.get("founds", False))
         return start, self._read("anchors", self._start["crc32"])
 
     def begin(self) -> None:

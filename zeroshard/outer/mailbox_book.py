@@ -21,11 +21,12 @@ from dataclasses import dataclass, field
 from typing import Any, Final, final
 
 from zeroshard.outer.mailbox_codec import Form
+from zeroshard.outer.mailbox_facts import Facts
 from zeroshard.outer.mailbox_files import PartReader, PartWriter, Shelf, stored_bytes
 from zeroshard.outer.mailbox_order import Change, in_order, name_order
 from zeroshard.outer.mailbox_wire import Refused
 
-__all__ = ["ACTIVE", "Book", "Facts", "Fold", "Member"]
+__all__ = ["ACTIVE", "Book", "Fold", "Member"]
 
 ACTIVE, DONE, GONE, LEFT = "active", "done", "gone", "left"
 HERE: Final = (ACTIVE, DONE)
@@ -35,40 +36,6 @@ _CLOSED_S: Final = 1.0
 """After so many seconds without a connection an island is gone."""
 
 Versions = dict[str, int]
-
-
-@dataclass(frozen=True)
-class Facts:
-    """What all islands must have in common.
-
-    Args:
-        islands: their number at the start.
-        ranks: of each island.
-        staleness: None if nobody waits.
-        bits: of an element of a change, see `Form`.
-        dtype: of anchors, as numpy writes it.
-        others: what else must be equal: the interval, the model, the optimizer, versions of libraries.
-    """
-
-    islands: int
-    ranks: int
-    staleness: int | None
-    bits: int
-    dtype: str
-    others: Mapping[str, Any]
-
-    @property
-    def form(self) -> Form:
-        """The form of changes."""
-        return Form(self.bits, self.dtype)
-
-    def difference(self, other: "Facts", name: str) -> str:
-        """Say in which fact the island of this name differs, or nothing."""
-        mine, theirs = vars(self) | dict(self.others), vars(other) | dict(other.others)
-        for key in sorted((mine.keys() | theirs.keys()) - {"others"}):
-            if mine.get(key) != theirs.get(key):
-                return f"island '{name}' has {key}={theirs.get(key)!r}, the other islands {key}={mine.get(key)!r}."
-        return ""
 
 
 @dataclass
@@ -129,11 +96,17 @@ class Book:
 
     # -- joining ------------------------------------------------------------------------------------------------------
 
-    def join(self, name: str, launch: str, rank: int, numel: int, facts: Facts) -> dict[str, Any]:
+    def join(
+        self, name: str, launch: str, rank: int, numel: int, facts: Facts, *, anew: bool = False
+    ) -> dict[str, Any]:
         """Let a rank of an island join, or join again, and return where it starts.
 
+        Args:
+            anew: the island founded the mailbox, and puts other first anchors instead.
+
         Raises:
-            Refused: the island differs from the others, or another launch has its name.
+            Refused: the island differs from the others, another launch has its name, or it is too late for other
+                first anchors.
         """
         with self.changed:
             self._check_facts(name, facts)
@@ -147,6 +120,8 @@ class Book:
                 )
             member = self.members.get(name)
             if member is None or member.launch != launch:
+                if anew:
+                    self._drop_founding(name)
                 member = self._admit(name, launch, member)
             self._numels[rank] = numel
             self._hear(member)
@@ -201,6 +176,20 @@ class Book:
         if self._founder != own:
             self._founder, self._anchored = own, set()
         return True
+
+    def _drop_founding(self, name: str) -> None:
+        """Drop the first anchors, and let the islands that have them join again: their founder puts others."""
+        if self._founder.partition(" ")[0] != name or self._parts or self.base:
+            raise Refused(
+                "old",
+                f"island '{name}' founded the mailbox, and changes were put before its values were replaced, so these "
+                "cannot become the anchors. Stop all islands, start the mailbox with an empty folder, and start "
+                f"'{name}' alone until it has loaded its checkpoint.",
+            )
+        self._anchored = set()
+        self.shelf.drop_anchors(besides=0)
+        for member in self.members.values():
+            member.state = GONE if member.state in HERE else member.state
 
     def hello(self, name: str, launch: str, rank: int, taken: Mapping[str, int] | None) -> Member:
         """Return the island of a rank that connects again.

@@ -5,8 +5,8 @@ and `island_exchange.py` first.
 """
 
 from collections import Counter
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import final
 
@@ -60,15 +60,21 @@ class Mailed(Apart):
         self._engine.leave_passes("zero.finish()")
         self._island.finish()
 
-    def written(self, gathered: AbstractContextManager[None]) -> AbstractContextManager[None]:
-        """See `Apart`."""
-        raise RuntimeError(
-            f"{self._engine.mesh} gathered(writeback=True) on an island with a mailbox: what it writes would be taken "
-            "for what this island has learned. Load weights before zs.shard(): the first island's are the anchors."
-        )
+    @contextmanager
+    def written(self, gathered: AbstractContextManager[None]) -> Iterator[None]:
+        """See `Apart`. Collective: also `Island.come_back`; every rank of this island must enter."""
+        if not self._island.is_first:
+            raise RuntimeError(
+                f"{self._engine.mesh} gathered(writeback=True) on an island with a mailbox: what it writes would be "
+                "taken for what this island has learned. Load weights before zs.shard(): those of the first island "
+                "are the anchors."
+            )
+        with gathered:
+            yield
+        self._island.come_back()
 
     def loaded(self) -> None:
-        """See `Apart`: the optimizer continues as it was saved, and the parameters are the anchors of the mailbox."""
+        """See `Apart`: the optimizer continues as it was saved, with the parameters of `Island.come_back`."""
         self.recount()
         self._island.come_back()
 

@@ -18,8 +18,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, Self, final
 
-from zeroshard.outer.mailbox_book import Book, Facts, Member
+from zeroshard.outer.mailbox_book import Book, Member
 from zeroshard.outer.mailbox_codec import check_bits
+from zeroshard.outer.mailbox_facts import Facts
 from zeroshard.outer.mailbox_files import PartReader, PartWriter, Shelf
 from zeroshard.outer.mailbox_fold import fold
 from zeroshard.outer.mailbox_order import DTYPES, check_name
@@ -176,10 +177,10 @@ class Mailbox:
                 if not self._is_over.is_set():
                     self.book.changed.wait(min(self._gone_s / 4, 0.5))
 
-    def join(self, *arguments: Any) -> Header:
+    def join(self, *arguments: Any, **options: Any) -> Header:
         """Let an island join while the anchors do not change."""
         with self._folding:
-            return self.book.join(*arguments)
+            return self.book.join(*arguments, **options)
 
     @property
     def frame_s(self) -> float:
@@ -245,7 +246,7 @@ class _Service:
     def _join(self, header: Header) -> Header:
         name, launch, rank = self._about(header)
         facts, numel = _facts_of(header), _number(header, "numel", _MOST_NUMEL)
-        reply = self._mailbox.join(name, launch, rank, numel, facts)
+        reply = self._mailbox.join(name, launch, rank, numel, facts, anew=header.get("anew") is True)
         self._attach(self._book.hello(name, launch, rank, None), rank)
         _LOG.info("island '%s', rank %d, joined behind version %d", name, rank, reply["since"])
         return reply

@@ -1,0 +1,46 @@
+"""What all islands of a mailbox must have in common.
+
+Owns the comparison. It must not know who joins (`mailbox_book.py`).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from zeroshard.outer.mailbox_codec import Form
+
+__all__ = ["Facts"]
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What all islands must have in common.
+
+    Args:
+        islands: their number at the start.
+        ranks: of each island.
+        staleness: None if nobody waits.
+        bits: of an element of a change, see `Form`.
+        dtype: of anchors, as numpy writes it.
+        others: what else must be equal: the interval, the model, the optimizer, versions of libraries.
+    """
+
+    islands: int
+    ranks: int
+    staleness: int | None
+    bits: int
+    dtype: str
+    others: Mapping[str, Any]
+
+    @property
+    def form(self) -> Form:
+        """The form of changes."""
+        return Form(self.bits, self.dtype)
+
+    def difference(self, other: "Facts", name: str) -> str:
+        """Say in which fact the island of this name differs, or nothing."""
+        mine, theirs = vars(self) | dict(self.others), vars(other) | dict(other.others)
+        for key in sorted((mine.keys() | theirs.keys()) - {"others"}):
+            if mine.get(key) != theirs.get(key):
+                return f"island '{name}' has {key}={theirs.get(key)!r}, the other islands {key}={mine.get(key)!r}."
+        return ""
