@@ -323,6 +323,41 @@ def test_values_that_replace_those_of_the_founder_too_late_are_refused(tmp_path:
             one.come_back()
 
 
+@pytest.mark.parametrize("is_new", [False, True])
+def test_an_island_that_has_trained_does_not_join_those_that_begin_anew(
+    is_new: bool, tmp_path: Path, quick_disk: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The mailbox has lost its folder; the island that founds it again went on, or is a new launch."""
+    monkeypatch.setattr(island_post, "_MOST_PAUSE_S", 0.2)
+    values = [np.zeros(3, "<f4") for _ in range(2)]
+    with mailbox(tmp_path) as box:
+        address = box.address
+        one, other = (island(box, tmp_path, n, own, staleness=None) for n, own in zip("ab", values, strict=True))
+        values[1] += 4
+        other.exchange()
+        wait_for(lambda: box.book._last("b") == 1)
+        one.exchange()
+    (tmp_path / "lost").mkdir()
+    with mailbox(tmp_path / "lost", address) as box:
+        if is_new:
+            one.close()
+            one = island(box, tmp_path, "a", np.zeros(3, "<f4"), staleness=None)
+        else:
+            wait_for(lambda: one._source._post.look().is_gone)
+            one.exchange()
+        wait_for(lambda: other._source._post.look().is_gone)
+        values[1] += 2
+        before = values[1].copy()
+        if is_new:
+            with pytest.raises(MailboxError, match="'b' would lose what it learned in the former one"):
+                other.exchange()
+            assert same(values[1], before)
+        else:
+            other.exchange()
+            at_once(partial(one.finish, others=True), partial(other.finish, others=True))
+            assert same(values[0], values[1])
+
+
 def test_islands_go_on_without_the_mailbox_and_put_later(
     tmp_path: Path, quick_disk: None, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

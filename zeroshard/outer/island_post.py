@@ -109,7 +109,7 @@ class Post:
         self._form = Form(about["bits"], about["dtype"])
         self._name, self._rank, self._about, self._numel = island, rank, dict(about), numel
         self._most_held, self._patience_s = held, patience_s
-        self._launch = ""
+        self._launch = self._training = ""
         self._changed, self._news = threading.Condition(), 0
         self._outgoing: tuple[int, np.ndarray] | None = None
         self._arrived: dict[Change, np.ndarray] = {}
@@ -172,7 +172,7 @@ class Post:
 
     def _enter(self, line: Line, launch: str, values: np.ndarray, anew: bool) -> tuple[Start, np.ndarray]:
         asked = {"do": "join", "island": self._name, "launch": launch, "rank": self._rank, "numel": self._numel}
-        reply = self._lines.ask(line, asked | self._about | {"anew": anew})
+        reply = self._lines.ask(line, asked | self._about | {"training": self._training, "anew": anew})
         versions = {str(name): int(version) for name, version in reply["versions"].items()}
         start = Start(int(reply["since"]), versions, bool(reply["founds"]), int(reply["last"]))
         plain = self._form.plain
@@ -185,7 +185,7 @@ class Post:
             self._outgoing, self._is_gone, self._launch, self._has_told_done = None, False, launch, False
             self._arrived.clear()
             self._own.clear()
-            self._taken, self._told = dict(versions), dict(versions)
+            self._taken, self._told, self._training = dict(versions), dict(versions), str(reply["training"])
             self._index = {"islands": {}, "missing": 0}
             self._answered_s = time.monotonic()
         # Threads that still work for an earlier launch find their connections closed.

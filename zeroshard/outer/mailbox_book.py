@@ -23,10 +23,10 @@ from typing import Any, Final, final
 from zeroshard.outer.mailbox_codec import Form
 from zeroshard.outer.mailbox_facts import Facts
 from zeroshard.outer.mailbox_files import PartReader, PartWriter, Shelf, stored_bytes
-from zeroshard.outer.mailbox_order import Change, in_order, name_order
+from zeroshard.outer.mailbox_order import Change, Fold, Versions, in_order, name_order
 from zeroshard.outer.mailbox_wire import Refused
 
-__all__ = ["ACTIVE", "Book", "Fold", "Member"]
+__all__ = ["ACTIVE", "Book", "Member"]
 
 ACTIVE, DONE, GONE, LEFT = "active", "done", "gone", "left"
 HERE: Final = (ACTIVE, DONE)
@@ -34,8 +34,6 @@ HERE: Final = (ACTIVE, DONE)
 _MOST_ISLANDS: Final = 1024
 _CLOSED_S: Final = 1.0
 """After so many seconds without a connection an island is gone."""
-
-Versions = dict[str, int]
 
 
 @dataclass
@@ -56,14 +54,6 @@ class Member:
     heard_s: float = 0.0
     lines: int = 0
     """Open connections."""
-
-
-@dataclass(frozen=True)
-class Fold:
-    """Changes to be added to the anchors, in order, and the versions that are in them afterwards."""
-
-    changes: tuple[Change, ...]
-    versions: Versions
 
 
 @final
@@ -88,7 +78,7 @@ class Book:
         self.number, self.base = 1, Versions()
         """The number of the anchors, and the versions in them."""
         self._numels: dict[int, int] = {}
-        self._founder = ""
+        self._founder = self._training = ""
         self._anchored: set[int] = set()
         self._parts: dict[Change, set[int]] = {}
         self._reserved = 0
@@ -97,19 +87,27 @@ class Book:
     # -- joining ------------------------------------------------------------------------------------------------------
 
     def join(
-        self, name: str, launch: str, rank: int, numel: int, facts: Facts, *, anew: bool = False
+        self, name: str, launch: str, rank: int, numel: int, facts: Facts, training: str = "", *, anew: bool = False
     ) -> dict[str, Any]:
         """Let a rank of an island join, or join again, and return where it starts.
 
         Args:
+            training: that of which the island has values, as an earlier reply named it; "" if it has none.
             anew: the island founded the mailbox, and puts other first anchors instead.
 
         Raises:
-            Refused: the island differs from the others, another launch has its name, or it is too late for other
-                first anchors.
+            Refused: the island differs from the others, another launch has its name, it would lose what it has learned,
+                or it is too late for other first anchors.
         """
         with self.changed:
             self._check_facts(name, facts)
+            if self.is_anchored and training and self._training not in ("", training):
+                raise Refused(
+                    "differs",
+                    f"an island that began anew has founded this mailbox, and '{name}' would lose what it learned in "
+                    "the former one. Stop all islands. Then start the mailbox with its former folder; or with an empty "
+                    f"one, and '{name}' first, from its last checkpoint.",
+                )
             if not 0 <= rank < facts.ranks:
                 raise Refused("differs", f"island '{name}' has no rank {rank} of {facts.ranks}.")
             if self._numels.get(rank, numel) != numel:
@@ -130,7 +128,8 @@ class Book:
                 "number": self.number,
                 "versions": dict(self.base),
                 "last": self._last(name),
-                "founds": not self.is_anchored and self._found(member),
+                "founds": not self.is_anchored and self._found(member, training),
+                "training": self._training,
                 "is_anchored": self.is_anchored,
             }
 
@@ -168,13 +167,14 @@ class Book:
         versions = [version for version, _ in self._parts]
         return max([0, *versions, *self.base.values(), *(one.since for one in self.members.values())])
 
-    def _found(self, member: Member) -> bool:
+    def _found(self, member: Member, training: str) -> bool:
         """Return whether an island is to put the first anchors."""
         own, founder = f"{member.name} {member.launch}", self.members.get(self._founder.partition(" ")[0])
         if founder is not None and founder.state == ACTIVE and founder is not member:
             return False
         if self._founder != own:
             self._founder, self._anchored = own, set()
+            self._training = training or member.launch
         return True
 
     def _drop_founding(self, name: str) -> None:
@@ -471,6 +471,7 @@ class Book:
                 "base": self.base,
                 "numels": {str(rank): numel for rank, numel in self._numels.items()},
                 "founder": self._founder,
+                "training": self._training,
             }
         )
 
@@ -481,6 +482,7 @@ class Book:
             return
         self.facts = Facts(**state["facts"])
         self.number, self.base, self._founder = state["number"], state["base"], state["founder"]
+        self._training = state.get("training", "")
         self._numels = {int(rank): numel for rank, numel in state["numels"].items()}
         for name, launch, since, what in state["members"]:
             member = Member(name, launch, since, what, {rank: dict(self.base) for rank in range(self.facts.ranks)})

@@ -7,9 +7,9 @@ from contextlib import ExitStack
 
 import numpy as np
 
-from zeroshard.outer.mailbox_book import Book, Fold
+from zeroshard.outer.mailbox_book import Book
 from zeroshard.outer.mailbox_files import PartWriter
-from zeroshard.outer.mailbox_order import add_changes
+from zeroshard.outer.mailbox_order import Fold, add_changes
 
 __all__ = ["fold"]
 

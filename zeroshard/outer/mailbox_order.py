@@ -10,21 +10,33 @@ Note: the sum
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Final
 
 import numpy as np
 
-__all__ = ["Change", "DTYPES", "add_changes", "check_name", "in_order", "name_order", "newer_than"]
+__all__ = ["Change", "DTYPES", "Fold", "Versions", "add_changes", "check_name", "in_order", "name_order", "newer_than"]
 
 Change = tuple[int, str]
 """A version and the name of the island that put it."""
+
+Versions = dict[str, int]
+"""The newest version of each island."""
 
 DTYPES: Final = ("<f4", "<f8")
 """Of changes and anchors."""
 
 _CHARACTERS: Final = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789._-")
 _MOST_CHARACTERS: Final = 64
+
+
+@dataclass(frozen=True)
+class Fold:
+    """Changes to be added to the anchors, in order, and the versions that are in them afterwards."""
+
+    changes: tuple[Change, ...]
+    versions: Versions
 
 
 def check_name(name: object) -> str:

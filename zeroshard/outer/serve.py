@@ -246,7 +246,8 @@ class _Service:
     def _join(self, header: Header) -> Header:
         name, launch, rank = self._about(header)
         facts, numel = _facts_of(header), _number(header, "numel", _MOST_NUMEL)
-        reply = self._mailbox.join(name, launch, rank, numel, facts, anew=header.get("anew") is True)
+        training = _short(header.get("training", ""), "training")
+        reply = self._mailbox.join(name, launch, rank, numel, facts, training, anew=header.get("anew") is True)
         self._attach(self._book.hello(name, launch, rank, None), rank)
         _LOG.info("island '%s', rank %d, joined behind version %d", name, rank, reply["since"])
         return reply
@@ -257,9 +258,7 @@ class _Service:
         return {}
 
     def _about(self, header: Header) -> tuple[str, str, int]:
-        launch = header["launch"]
-        if not isinstance(launch, str) or len(launch) > 80:
-            raise ValueError("launch is no short text")
+        launch = _short(header["launch"], "launch")
         return check_name(header["island"]), launch, _number(header, "rank", _MOST_RANKS)
 
     def _attach(self, member: Member, rank: int) -> None:
@@ -385,6 +384,12 @@ def _number(header: Header, key: str, most: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= most:
         raise ValueError(f"{key} is no number from 0 to {most}")
     return value
+
+
+def _short(text: object, what: str) -> str:
+    if not isinstance(text, str) or len(text) > 80:
+        raise ValueError(f"{what} is no short text")
+    return text
 
 
 def _versions_of(header: Header) -> dict[str, int]:
