@@ -1,5 +1,6 @@
 """Checkpoints of islands: resumed in the middle of an interval bit for bit, and read by runs with other islands."""
 
+import shutil
 import tempfile
 from pathlib import Path
 from types import MappingProxyType
@@ -144,12 +145,59 @@ def damaged(folder: str) -> list[str]:
 def test_a_failure_of_one_island_is_one_of_all() -> None:
     with tempfile.TemporaryDirectory() as folder:
         run_ranks(saved, 4, folder, 3, timeout_s=TIMEOUT_S)
-        part = Path(folder) / "step-4" / "islands" / "1" / "params-00001-of-00002.safetensors"
-        data = bytearray(part.read_bytes())
-        data[-9] ^= 1
-        part.write_bytes(data)
+        damage(Path(folder) / "step-4" / "islands" / "1")
         with pytest.raises(zs.CheckpointError, match="islands/1"):
             verify(Path(folder) / "step-4")
         for rank, (why, refused) in enumerate(run_ranks(damaged, 4, folder, timeout_s=TIMEOUT_S)):
             assert "are damaged" in why, rank
             assert "asynchronous=True) does not support islands" in refused
+
+
+def spoil(folder: Path) -> None:
+    """Leave checkpoints whose part is missing, damaged, or that of another one; and a stray file in a good one."""
+    for name in ("a-4", "b-4", "c-4", "d-4"):
+        shutil.copytree(folder / "step-4", folder / name)
+    shutil.rmtree(folder / "a-4" / "islands" / "1")
+    shutil.rmtree(folder / "b-4" / "islands")
+    shutil.rmtree(folder / "c-4" / "islands" / "1")
+    shutil.copytree(folder / "other" / "step-4" / "islands" / "1", folder / "c-4" / "islands" / "1")
+    damage(folder / "d-4" / "islands" / "1")
+    (folder / "step-4" / "islands" / ".nfs0001").touch()
+
+
+def damage(folder: Path) -> None:
+    """Change a byte of a part."""
+    part = folder / "params-00001-of-00002.safetensors"
+    data = bytearray(part.read_bytes())
+    data[-9] ^= 1
+    part.write_bytes(data)
+
+
+def load_spoilt(folder: str) -> list[tuple[str, bool]]:
+    """Load these checkpoints; return the error of each, and whether parameters are as before."""
+    run, found = made(2, 3, {"every": 3, "bits": 8, "optimizer": nesterov}), []
+    before = whole(run[0], run[1])
+    for name in ("a-4", "b-4", "c-4", "d-4", "step-4"):
+        try:
+            run[0].load(f"{folder}/{name}")
+            text = ""
+        except zs.CheckpointError as error:
+            text = str(error)
+        found.append((text, all(torch.equal(value, before[key]) for key, value in whole(run[0], run[1]).items())))
+    return found
+
+
+def test_a_part_that_is_missing_damaged_or_of_another_checkpoint_is_refused(tmp_path: Path) -> None:
+    for folder in (tmp_path, tmp_path / "other"):
+        run_ranks(saved, 4, str(folder), 3, timeout_s=TIMEOUT_S)
+    spoil(tmp_path)
+    missing = "islands/1: is not a checkpoint"
+    texts = [missing, missing, "islands/1: was not saved together", "islands/1/params-00001"]
+    for name, text in zip("abcd", texts, strict=True):
+        with pytest.raises(zs.CheckpointError, match=text):
+            verify(tmp_path / f"{name}-4")
+    verify(tmp_path / "step-4")
+    for found in run_ranks(load_spoilt, 4, str(tmp_path), timeout_s=TIMEOUT_S):
+        for text, (why, is_unchanged) in zip(texts, found[:-1], strict=True):
+            assert text in why and "Nothing in memory was changed." in why and is_unchanged
+        assert found[-1] == ("", False)

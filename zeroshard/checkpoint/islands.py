@@ -9,13 +9,14 @@ Note: the folder
     tensors of the kind "outer": its parameters ("local"), what rounding lost ("lost"), the mean of an exchange that
     has begun ("mean"), anchors where parameters have a narrower dtype ("anchor"), states of the outer optimizer, and
     counters. So a run without islands, or with other ones, reads the folder as any checkpoint, and starts from the
-    anchors. The other islands' folders are written first, under a hidden name; the first island's commit has them.
+    anchors. The other islands' folders are written first, under a hidden name; the first island's part has the
+    checksums of their manifests, and its commit has the folders.
 """
 
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -29,12 +30,13 @@ from zeroshard.checkpoint.cuts import cut_of, ranks_here
 from zeroshard.checkpoint.folders import is_tensor_folder
 from zeroshard.checkpoint.generators import read_generators, write_generators
 from zeroshard.checkpoint.inventory import Item, held_range, order_of
-from zeroshard.checkpoint.load import Loaded, load, read_part
-from zeroshard.checkpoint.manifest import ISLANDS, LATEST
+from zeroshard.checkpoint.load import MIXED, UNCHANGED, Loaded, load, read_part
+from zeroshard.checkpoint.manifest import ISLANDS, LATEST, PARTS
 from zeroshard.checkpoint.ranges import Spec
-from zeroshard.checkpoint.reader import CheckpointReader
+from zeroshard.checkpoint.reader import CheckpointReader, read_manifest
 from zeroshard.checkpoint.together import begin, describe, together
 from zeroshard.checkpoint.values import bytes_of, dtype_name
+from zeroshard.checkpoint.verify import part_of
 from zeroshard.core.engine import Engine
 from zeroshard.core.slot import Slot
 from zeroshard.outer.exchange import Arrived
@@ -56,10 +58,11 @@ NONE: Final = -1
 # -- what is written --------------------------------------------------------------------------------------------------
 
 
-def island_items(engine: Engine, islands: Islands, items: list[Item]) -> list[Item]:
+def island_items(engine: Engine, islands: Islands, path: Path, items: list[Item]) -> list[Item]:
     """Return the items of a checkpoint with the anchors as parameters, and what this island has besides.
 
     Args:
+        path: where this island's part is saved; those of the other islands are there before the first one's.
         items: those of the model and its optimizers.
 
     Collective: all-gathers within the island where every rank updates all elements; every rank must call.
@@ -80,9 +83,14 @@ def island_items(engine: Engine, islands: Islands, items: list[Item]) -> list[It
                 _like(by_slot[id(slot)], "local", slot.bucket.master(slot.index).detach())
                 for slot, _, _ in part.slices()
             ]
-    counters = torch.tensor(_counters(islands), dtype=torch.int64, device="cpu")
-    own = ranks_here(engine.mesh)[0]
-    found.append(Item(Spec("outer", COUNTERS, "I64", (len(counters),)), counters, (0, len(counters)), owner=own))
+    own, whole = ranks_here(engine.mesh)[0], {COUNTERS: _counters(islands)}
+    if not islands.comm.mesh.rank:
+        whole[PARTS] = [0] * (islands.comm.mesh.world_size - 1)
+        if engine.mesh.rank == 0:
+            whole[PARTS] = [read_manifest(_hidden(path) / str(n + 1))[1] for n, _ in enumerate(whole[PARTS])]
+    for key, integers in whole.items():
+        values = torch.tensor(integers, dtype=torch.int64, device="cpu")
+        found.append(Item(Spec("outer", key, "I64", (len(values),)), values, (0, len(values)), owner=own))
     for key, numbers in _numbers_of(islands).items():
         spec = Spec("outer", f"outer/number {key}", "F64", (len(numbers),))
         found.append(Item(spec, numbers, (0, len(numbers)), owner=own))
@@ -165,11 +173,6 @@ def _counters(islands: Islands) -> list[int]:
 
 
 # -- folders ----------------------------------------------------------------------------------------------------------
-
-
-def _island_path(path: Path, island: int) -> Path:
-    """Return the folder of one island's part of a checkpoint."""
-    return path / ISLANDS / str(island) if island else path
 
 
 def _hidden(path: Path) -> Path:
@@ -341,16 +344,35 @@ def load_islands(
     cast: bool,
 ) -> Loaded:
     """Load a checkpoint on all islands. See `Zero.load`. Collective: every rank of all islands must call."""
-    source, what = Path(path), "zero.load()"
-    begin(engine, what)
-    also = partial(_read_islands, engine, islands)
-    with for_all_islands(islands, f"{what} of {source}"):
+    source, what = Path(path), f"zero.load() of {path}"
+    begin(engine, "zero.load()")
+    with ExitStack() as phase:
+        phase.enter_context(for_all_islands(islands, f"{what}: checking"))
         islands.settle()
-        folder, generators = _folder_of(islands, source, model_only=model_only)
+        with together(engine, f"{what}: comparing the parts of islands", UNCHANGED):
+            folder, generators = _folder_of(islands, source, model_only=model_only)
+        also = partial(_reading, engine, islands, what, phase)
         loaded = load(engine, model, optimizers, folder, model_only=model_only, cast=cast, also=also)
         if generators is not None:
             write_generators(generators, islands.device)
     return loaded
+
+
+@contextmanager
+def _reading(
+    engine: Engine, islands: Islands, what: str, phase: ExitStack, reader: CheckpointReader | None
+) -> Iterator[None]:
+    """Let no island's memory change before all have checked their parts; at the end read what islands have besides.
+
+    Args:
+        phase: has `for_all_islands` of the checks, and of the reading afterwards.
+        reader: see `_read_islands`.
+    """
+    phase.close()
+    phase.enter_context(for_all_islands(islands, f"{what}: reading"))
+    yield
+    with together(engine, f"{what}: reading what islands have", MIXED):
+        _read_islands(engine, islands, reader)
 
 
 def _folder_of(islands: Islands, path: Path, *, model_only: bool) -> tuple[Path, dict[str, Tensor] | None]:
@@ -359,12 +381,12 @@ def _folder_of(islands: Islands, path: Path, *, model_only: bool) -> tuple[Path,
     They stay on all islands but the first, where the checkpoint has none for them.
 
     Raises:
-        CheckpointError: the folder has no valid checkpoint.
+        CheckpointError: the folder has no valid checkpoint, or this island's part is not of that.
     """
     island, kind = islands.comm.mesh.rank, _kind(islands)
     if model_only and is_tensor_folder(path):
         return path, None
     reader = CheckpointReader(path)
     if COUNTERS in reader.states and _read_numbers(reader, COUNTERS, torch.int64)[: len(kind)] == kind:
-        return _island_path(path, island), None
+        return part_of(reader, island).path if island else path, None
     return path, read_generators(islands.device) if island else None

@@ -17,6 +17,7 @@ Note: all or nothing
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,12 +50,12 @@ from zeroshard.whole.owned import like_parameter
 from zeroshard.wire.comm import unexpanded
 from zeroshard.wire.mesh import Mesh
 
-__all__ = ["Content", "Loaded", "load", "read_content", "read_part", "to_rows"]
+__all__ = ["Content", "Loaded", "MIXED", "UNCHANGED", "load", "read_content", "read_part", "to_rows"]
 
 Tensor = torch.Tensor
 Specs = Mapping[str, Spec]
 Fill = Callable[[str, int, memoryview], None]
-Also = Callable[[CheckpointReader | None], None]
+Also = Callable[[CheckpointReader | None], AbstractContextManager[Any]]
 
 UNCHANGED = "Nothing in memory was changed."
 MIXED = "Memory is partly changed now: load a checkpoint before going on, or end the run."
@@ -99,12 +100,12 @@ def load(
     *,
     model_only: bool = False,
     cast: bool = False,
-    also: Also = lambda reader: None,
+    also: Also = nullcontext,
 ) -> Loaded:
     """Read a checkpoint into a sharded model. See `Zero.load`.
 
     Args:
-        also: reads more of the checkpoint into memory; None instead of a checkpoint if only the model is loaded.
+        also: surrounds the reading, with the checkpoint; None instead of a checkpoint if only the model is loaded.
     """
     source, what = Path(path), "zero.load()"
     begin(engine, what)
@@ -135,13 +136,12 @@ def load(
             but = frozenset(["model"] if model_only else ["model", "state"])
             mesh = engine.mesh.across
             content.reader.verify(mesh.rank, mesh.world_size, but=but)
-    with together(engine, f"{what}: reading {source}", MIXED):
+    with also(None if rest is None else rest.reader), together(engine, f"{what}: reading {source}", MIXED):
         _copy_model(items, reader, there)
         set_states(modules, states)
         if rest is not None:
             _copy_states(optimizers, rest, engine.mesh, cast)
             _restore(engine, rest)
-        also(None if rest is None else rest.reader)
     follow_masters(engine)
     return Loaded(0, {}) if content is None else Loaded(content.reader.manifest.step, content.extra)
 

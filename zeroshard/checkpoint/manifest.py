@@ -39,6 +39,7 @@ __all__ = [
     "LATEST",
     "MANIFEST",
     "Manifest",
+    "PARTS",
     "VERSION",
     "check_consistent",
     "check_files",
@@ -58,6 +59,8 @@ EXTRA: Final = "extra.json"
 LATEST: Final = "LATEST"
 ISLANDS: Final = "islands"
 """The folder of the other islands in a checkpoint of the first one."""
+PARTS: Final = "outer/parts"
+"""The checksums of the manifests in that folder, in the first island's part."""
 BLOCK_BYTES: Final = 4 << 20
 """Bytes that one checksum covers."""
 

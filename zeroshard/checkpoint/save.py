@@ -109,7 +109,7 @@ class Saver:
             owned = owned_states(engine, self._optimizers)
             if not how.model_only:
                 self._warn_of_unsaved()
-            change = None if self._islands is None else partial(island_items, engine, self._islands)
+            change = None if self._islands is None else partial(island_items, engine, self._islands, target)
             plan = make_plan(engine, self._model, self._optimizers, target, extra or {}, how, owned, change)
         agree_on(engine, plan, what, f"asynchronous={asynchronous}, model_only={how.model_only}")
         plan, is_first = join_plan(engine, plan, what), engine.mesh.across.rank == 0

@@ -4,16 +4,16 @@ Without torch. Owns the queries that need only files. Read `reader.py` first.
 """
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from zeroshard.checkpoint import files
-from zeroshard.checkpoint.manifest import ISLANDS, MANIFEST, Manifest
+from zeroshard.checkpoint.manifest import ISLANDS, MANIFEST, PARTS, Manifest
 from zeroshard.checkpoint.reader import CheckpointReader, path_of, read_manifest
 from zeroshard.table.errors import CheckpointError, printable
 
-__all__ = ["Listed", "latest", "list_below", "list_checkpoints", "verify"]
+__all__ = ["Listed", "latest", "list_below", "list_checkpoints", "part_of", "verify"]
 
 
 def verify(path: str | Path, on_bytes: Callable[[int, int], None] | None = None) -> Manifest:
@@ -38,10 +38,37 @@ def verify(path: str | Path, on_bytes: Callable[[int, int], None] | None = None)
             on_bytes(done, total)
 
     reader.verify(on_bytes=count)
-    if (others := reader.path / ISLANDS).is_dir():
-        for name in files.names_in(others):
-            CheckpointReader(others / name).verify()
+    for island in _other_islands(reader):
+        part_of(reader, island).verify()
     return reader.manifest
+
+
+def part_of(reader: CheckpointReader, island: int) -> CheckpointReader:
+    """Open the part of another island than the first one, which the reader has.
+
+    Raises:
+        CheckpointError: it is missing or damaged, or was not saved together with that of the first island.
+    """
+    part = CheckpointReader(reader.path / ISLANDS / str(island))
+    if PARTS in reader.states and _digests(reader)[island - 1 : island] != [part.digest]:
+        raise CheckpointError(f"{part.path}: was not saved together with {reader.path}: it is of another checkpoint.")
+    return part
+
+
+def _digests(reader: CheckpointReader) -> list[int]:
+    """Return the checksums of the manifests of the other islands' parts."""
+    spec = reader.states[PARTS]
+    if spec.dtype != "I64":
+        raise CheckpointError(f"{reader.path}: '{PARTS}' is {spec.dtype}.")
+    return memoryview(reader.read_state(PARTS, 0, spec.numel)).cast("q").tolist()
+
+
+def _other_islands(reader: CheckpointReader) -> Iterable[int]:
+    """Return the numbers of the islands that have parts; checkpoints of earlier versions do not say how many."""
+    if PARTS in reader.states:
+        return range(1, len(_digests(reader)) + 1)
+    others = reader.path / ISLANDS
+    return [int(name) for name in files.names_in(others) if name.isdecimal()] if others.is_dir() else ()
 
 
 @dataclass(frozen=True)
