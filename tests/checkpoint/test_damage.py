@@ -123,6 +123,40 @@ def test_the_newest_whole_checkpoint_is_found(tmp_path: Path) -> None:
         latest(tmp_path)
 
 
+def lose_manifest(checkpoint: Path) -> None:
+    (checkpoint / "manifest.json").unlink()
+
+
+def link_manifest(checkpoint: Path) -> None:
+    lose_manifest(checkpoint)
+    (checkpoint / "manifest.json").symlink_to("gone")
+
+
+def link_checkpoint(checkpoint: Path) -> None:
+    shutil.rmtree(checkpoint)
+    checkpoint.symlink_to("gone")
+
+
+@pytest.mark.parametrize("lose", [lose_manifest, link_manifest, link_checkpoint])
+def test_the_remains_of_a_checkpoint_are_seen(lose: Callable[[Path], None], tmp_path: Path) -> None:
+    older, newer = small.write(tmp_path, 9), small.write(tmp_path, 10)
+    (tmp_path / "plots").mkdir()
+    (tmp_path / "plots" / "loss.png").touch()  # no remains
+    lose(newer)
+    with pytest.warns(UserWarning, match="using .*step-9; skipped: .*step-10") as told:
+        assert latest(tmp_path) == older
+    assert len(told) == 1
+    lose(older)
+    with pytest.raises(zs.CheckpointError, match="no checkpoint is complete"):
+        latest(tmp_path)
+
+
+def test_a_folder_of_checkpoints_that_is_gone_is_not_begun_anew(tmp_path: Path) -> None:
+    (tmp_path / "runs").symlink_to("unmounted")
+    with pytest.raises(zs.CheckpointError, match="runs: the folder does not exist"):
+        latest(tmp_path / "runs")
+
+
 def test_nothing_is_overwritten(tmp_path: Path) -> None:
     path = small.write(tmp_path)
     before = {file.name: file.read_bytes() for file in files_of(path)}

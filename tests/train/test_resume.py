@@ -348,9 +348,10 @@ def test_a_damaged_checkpoint_is_passed_over_and_set_aside(tmp_path):
     assert (tmp_path / "run" / next(n for n in left if n != ".lease") / file.name).read_bytes() == damaged
 
 
-def test_a_run_whose_checkpoints_are_all_damaged_is_not_begun_anew(tmp_path):
+@pytest.mark.parametrize("lost", ["extra.json", "manifest.json"])
+def test_a_run_whose_checkpoints_are_all_damaged_is_not_begun_anew(tmp_path, lost):
     _run(tmp_path, "run", stop_after=2)
-    (tmp_path / "run" / "step-00000002" / "extra.json").unlink()
+    (tmp_path / "run" / "step-00000002" / lost).unlink()
     with pytest.raises(zs.CheckpointError, match="no checkpoint is complete"):
         _run(tmp_path, "run")
 

@@ -147,7 +147,7 @@ def read_manifest(folder: Path) -> tuple[Manifest, int]:
         if clue := clue_of(folder):
             why = clue
         elif folder.is_dir():
-            why = f"it has no {MANIFEST}, so it was never finished"
+            why = f"it has no {MANIFEST}, so it was never finished, or has lost it"
         else:
             why = (
                 "it is a file. One that torch.save() wrote is read by `with zero.gathered(writeback=True):` and "

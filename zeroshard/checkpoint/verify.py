@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zeroshard.checkpoint import files
-from zeroshard.checkpoint.manifest import ISLANDS, MANIFEST, PARTS, Manifest
+from zeroshard.checkpoint.manifest import ISLANDS, PARTS, Manifest, is_own_name
 from zeroshard.checkpoint.reader import CheckpointReader, path_of, read_manifest
 from zeroshard.table.errors import CheckpointError, printable
 
@@ -73,7 +73,7 @@ def _other_islands(reader: CheckpointReader) -> Iterable[int]:
 
 @dataclass(frozen=True)
 class Listed:
-    """A folder with a checkpoint. `problem` is empty if its manifest is valid."""
+    """A folder with a checkpoint, or what is left of one. `problem` is empty if its manifest is valid."""
 
     path: Path
     step: int
@@ -132,7 +132,9 @@ def list_below(folder: str | Path) -> list[Listed]:
 
 
 def _look(path: Path) -> Listed | None:
-    if not path.is_dir() or not (path / MANIFEST).exists():
+    """Return what a path holds; None if it is no checkpoint and shows no remains of one."""
+    is_lost = path.is_symlink() and not path.exists()
+    if not is_lost and not (path.is_dir() and any(map(is_own_name, files.names_in(path)))):
         return None
     try:
         manifest, _ = read_manifest(path)
@@ -165,7 +167,8 @@ def latest(folder: str | Path) -> Path | None:
         assert zs.latest(folder).name == "step-1"
     ```
     """
-    if not path_of(folder, "zs.latest(folder)").exists():
+    root = path_of(folder, "zs.latest(folder)")
+    if not root.exists() and not root.is_symlink():
         return None
     found = list_checkpoints(folder)
     # The step of a checkpoint with an unreadable manifest is unknown: it may have been the newest.
