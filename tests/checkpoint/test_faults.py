@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 
 from tests.oracle import assert_same
+from zeroshard.checkpoint import files
 from zeroshard.checkpoint.verify import latest, verify
 from zeroshard.testing import RankFailure, run_ranks
 
+from . import small
 from .faulty import Failing, fail_each_operation_of_load, fail_each_operation_of_save, refuse
 from .rig import TIMEOUT_S, Trainer
 
@@ -55,6 +57,18 @@ def test_a_full_disk_is_noticed_before_anything_is_written(tmp_path: Path) -> No
     texts = [text for _, text in found[1] if text]
     assert len(texts) == 1
     assert "has 7 free bytes, and the checkpoint needs" in texts[0]
+
+
+def test_another_job_may_make_the_folders_above(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_folder = files.make_folder
+
+    def make_it_twice(path: Path, *mode: int | None) -> None:
+        if path.name in ("runs", "a"):
+            path.mkdir()
+        make_folder(path, *mode)
+
+    monkeypatch.setattr(files, "make_folder", make_it_twice)
+    verify(small.write(tmp_path / "runs" / "a"))
 
 
 def test_each_file_operation_of_a_load_may_fail(tmp_path: Path) -> None:

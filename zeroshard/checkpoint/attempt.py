@@ -14,7 +14,7 @@ import secrets
 import socket
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from zeroshard.checkpoint import files
@@ -43,7 +43,8 @@ def begin(path: Path) -> None:
         raise CheckpointError(f"{path} exists, and zeroshard overwrites nothing. Choose another name.")
     for above in [*reversed(path.parent.parents), path.parent]:
         if not above.exists():
-            files.make_folder(above)
+            with suppress(FileExistsError):  # another job may make it meanwhile
+                files.make_folder(above)
             files.sync_folder(above.parent)
     _remove_dead(path)
 
