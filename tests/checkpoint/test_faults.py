@@ -15,7 +15,7 @@ from zeroshard.checkpoint.verify import latest, verify
 from zeroshard.testing import RankFailure, run_ranks
 
 from . import small
-from .faulty import Failing, fail_each_operation_of_load, fail_each_operation_of_save, refuse
+from .faulty import HINT, Failing, fail_each_operation_of_load, fail_each_operation_of_save, refuse
 from .rig import TIMEOUT_S, Trainer
 
 
@@ -36,13 +36,25 @@ def test_each_file_operation_of_a_save_may_fail(tmp_path: Path, culprit: int) ->
     operations = [name for name, _ in by_rank[culprit]]
     texts = [[text for _, text in found] for found in by_rank]
     assert texts[0] == texts[1]
-    # All but the last, which fails nothing, and the question for free bytes, which is answered.
+    # All but the last, which fails nothing, the question for free bytes, which is answered, and those of LATEST.
     assert [name for name, text in zip(operations, texts[0], strict=True) if not text] == (
-        ["free_bytes", ""] if culprit == 0 else [""]
+        ["free_bytes", *HINT, ""] if culprit == 0 else [""]
     )
     expected = {"create", "write", "sync", "close"}
     assert set(operations) >= (expected | {"rename", "sync_folder", "make_folder"} if culprit == 0 else expected)
     assert all(f"failed on rank {culprit}: OSError: [Errno " in text for text in texts[0] if text)
+
+
+def test_a_failure_of_the_hint_for_people_warns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rename = files.rename
+
+    def fail(source: Path, target: Path) -> None:
+        refuse("rename", ()) if target.name == "LATEST" else rename(source, target)
+
+    monkeypatch.setattr(files, "rename", fail)
+    with pytest.warns(UserWarning, match=r"committed .*step-2, but could not write its name to .*LATEST, .*Errno 5"):
+        verify(small.write(tmp_path))
+    assert os.listdir(tmp_path) == ["step-2"]
 
 
 @pytest.mark.rotates

@@ -13,8 +13,9 @@ import os
 import platform
 import re
 import secrets
+import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -36,7 +37,7 @@ from zeroshard.checkpoint.ranges import make_header
 from zeroshard.checkpoint.reader import read_manifest
 from zeroshard.checkpoint.writer import FileWriter, write_file
 from zeroshard.core.version import VERSION
-from zeroshard.table.errors import CheckpointError
+from zeroshard.table.errors import CheckpointError, printable
 
 __all__ = ["check_limits", "make_folder", "publish", "remove_older", "write_manifest", "write_tensors"]
 
@@ -115,11 +116,18 @@ def _told_if_full(plan: Plan, folder: Path) -> Iterator[None]:
 
 
 def publish(path: Path, folder: Path) -> None:
-    """Commit a complete folder as a checkpoint, atomically, and write its name to LATEST."""
+    """Commit a complete folder as a checkpoint, atomically, and write its name to LATEST, or warn."""
     commit(folder, path)
-    temporary = path.parent / f".tmp-{LATEST}-{secrets.token_hex(4)}"
-    write_file(temporary, os.fsencode(f"{path.name}\n"))
-    files.rename(temporary, path.parent / LATEST)
+    temporary, hint = path.parent / f".tmp-{LATEST}-{secrets.token_hex(4)}", path.parent / LATEST
+    try:
+        write_file(temporary, os.fsencode(f"{path.name}\n"))
+        files.rename(temporary, hint)
+    except OSError as error:
+        # Nothing reads the hint, and the checkpoint is there: ranks that raised would save it again.
+        with suppress(OSError):
+            files.remove(temporary)
+        text = f"zero.save() committed {path}, but could not write its name to {hint}, a hint for people: {error}"
+        warnings.warn(printable(text), stacklevel=2)
 
 
 def remove_older(path: Path, step: int, keep: int) -> None:

@@ -10,8 +10,8 @@ Note: from tensors to a checkpoint
        element of every tensor is in exactly one file. It flushes file and folder.
     4. The folder is renamed, which makes it a checkpoint, and the folder above is flushed.
     5. LATEST, a hint for people, is replaced, and retention removes old checkpoints.
-    A failure at any point raises on all ranks. In the background, steps 2 to 5 run in threads (`background.py`), and
-    ranks exchange their progress at each optimizer step.
+    A failure at any point, except of the hint, raises on all ranks. In the background, steps 2 to 5 run in threads
+    (`background.py`), and ranks exchange their progress at each optimizer step.
 """
 
 import warnings
