@@ -1,6 +1,6 @@
-"""The random generators of this rank as bytes: torch's, CUDA's, numpy's and Python's.
+"""The random generators of this rank: their states as bytes, and which of a checkpoint's are its own.
 
-Owns their layouts, so that none of them needs pickling.
+Owns the layouts of torch's, CUDA's, numpy's and Python's states, so that none of them needs pickling.
 """
 
 import random
@@ -10,7 +10,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-__all__ = ["check_generators", "read_generators", "write_generators"]
+from zeroshard.checkpoint.cuts import ranks_here
+from zeroshard.checkpoint.reader import CheckpointReader
+from zeroshard.checkpoint.values import tensor_of
+from zeroshard.table.errors import CheckpointError
+from zeroshard.wire.mesh import Mesh
+
+__all__ = ["check_generators", "read_generators", "saved_generators", "write_generators"]
 
 Tensor = torch.Tensor
 
@@ -38,7 +44,44 @@ def read_generators(device: torch.device) -> dict[str, Tensor]:
     return states
 
 
-def check_generators(states: dict[str, Tensor]) -> None:
+def check_generators(mesh: Mesh, reader: CheckpointReader) -> None:
+    """Raise if the checkpoint's generators of this rank are invalid; those of other programs have none."""
+    if not any(spec.kind == "rng" for spec in reader.states.values()):
+        return
+    for name, state in read_generators(mesh.device).items():
+        if (rank := _source(mesh, name)) >= reader.manifest.world_size:
+            continue
+        spec = reader.states.get(f"rng/{rank}/{name}")
+        if spec is None and name == "cuda":
+            continue
+        if spec is None or spec.shape != (state.numel(),) or spec.dtype != "U8":
+            raise CheckpointError(
+                f"{reader.path}: the state of the random generator '{name}' of rank {rank} is missing or invalid."
+            )
+    try:
+        _check(saved_generators(mesh, reader))
+    except (RuntimeError, ValueError) as error:
+        raise CheckpointError(
+            f"{reader.path}: the state of a random generator of rank {rank} is invalid ({error})."
+        ) from error
+
+
+def saved_generators(mesh: Mesh, reader: CheckpointReader) -> dict[str, Tensor]:
+    """Read the generators of this rank; one that the checkpoint does not have keeps its state."""
+    states = read_generators(mesh.device)
+    for name in states:
+        full_name = f"rng/{_source(mesh, name)}/{name}"
+        if (spec := reader.states.get(full_name)) is not None:
+            states[name] = tensor_of(reader.read_state(full_name, 0, spec.numel), "U8")
+    return states
+
+
+def _source(mesh: Mesh, name: str) -> int:
+    """Return the rank of the checkpoint whose generator this rank takes: ranks along "tensor" share torch's stream."""
+    return ranks_here(mesh)[mesh.tensor_ranks[0] if name in ("torch", "cuda") else mesh.rank]
+
+
+def _check(states: dict[str, Tensor]) -> None:
     """Raise ValueError, or the generator's own error, for invalid states."""
     torch.Generator().set_state(states["torch"])
     # Numpy looks at nothing and torch not at both together; they would read beyond their words.
@@ -52,7 +95,7 @@ def check_generators(states: dict[str, Tensor]) -> None:
 
 
 def write_generators(states: dict[str, Tensor], device: torch.device) -> None:
-    """Put each generator into a state that `read_generators` returned and `check_generators` has seen."""
+    """Put each generator into a state that `read_generators` returned or `check_generators` has seen."""
     torch.set_rng_state(states["torch"])
     np.random.set_state(_numpy_state(states["numpy"]))
     random.setstate(_python_state(states["python"]))

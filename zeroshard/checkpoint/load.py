@@ -26,11 +26,11 @@ import torch
 from torch import nn
 
 from zeroshard.checkpoint import strict
-from zeroshard.checkpoint.cuts import Cut, cut_of, ranks_here
+from zeroshard.checkpoint.cuts import Cut, cut_of
 from zeroshard.checkpoint.described import MAX_STEPS, unpack
 from zeroshard.checkpoint.fields import shown
 from zeroshard.checkpoint.folders import FolderReader, is_tensor_folder
-from zeroshard.checkpoint.generators import check_generators, read_generators, write_generators
+from zeroshard.checkpoint.generators import check_generators, saved_generators, write_generators
 from zeroshard.checkpoint.inventory import Item, aliases_of, groups_of, held_range, model_items, order_of
 from zeroshard.checkpoint.manifest import EXTRA, split_state
 from zeroshard.checkpoint.modules import MODULES, check_modules, modules_with_state, set_states
@@ -38,7 +38,7 @@ from zeroshard.checkpoint.places import Whole, join_model
 from zeroshard.checkpoint.ranges import Spec
 from zeroshard.checkpoint.reader import CheckpointReader, Source
 from zeroshard.checkpoint.together import agree_equal, begin, together
-from zeroshard.checkpoint.values import PIECE_NUMEL, bytes_of, decode, dtype_of, tensor_of
+from zeroshard.checkpoint.values import PIECE_NUMEL, bytes_of, decode, dtype_of
 from zeroshard.core.engine import Engine
 from zeroshard.core.slot import Slot, slot_of
 from zeroshard.optim.packed import pack, parts_of
@@ -124,7 +124,7 @@ def load(
         if rest is not None:
             _check_optimizers(whole.optimizers, rest.optimizers, str(source / EXTRA))
             _check_states(optimizers, whole, rest)
-            _check_generators(engine, rest.reader)
+            check_generators(engine.mesh, rest.reader)
     message = f"ranks read different checkpoints at {source}. Is the folder shared by all hosts? {UNCHANGED}"
     agree_equal(engine, f"{what}: comparing manifests", reader.digest, message)
     with together(engine, f"{what}: verifying {source}", UNCHANGED):
@@ -439,47 +439,9 @@ def _like(value: Any, before: Any) -> Any:
 # -- the rest ---------------------------------------------------------------------------------------------------------
 
 
-def _check_generators(engine: Engine, reader: CheckpointReader) -> None:
-    """Raise if the checkpoint's generators of this rank are invalid; those of other programs have none."""
-    if not any(spec.kind == "rng" for spec in reader.states.values()):
-        return
-    for name, state in read_generators(engine.mesh.device).items():
-        if (rank := _source(engine, name)) >= reader.manifest.world_size:
-            continue
-        spec = reader.states.get(f"rng/{rank}/{name}")
-        if spec is None and name == "cuda":
-            continue
-        if spec is None or spec.shape != (state.numel(),) or spec.dtype != "U8":
-            raise CheckpointError(
-                f"{reader.path}: the state of the random generator '{name}' of rank {rank} is missing or invalid."
-            )
-    try:
-        check_generators(_generators_of(engine, reader))
-    except (RuntimeError, ValueError) as error:
-        raise CheckpointError(
-            f"{reader.path}: the state of a random generator of rank {rank} is invalid ({error})."
-        ) from error
-
-
-def _source(engine: Engine, name: str) -> int:
-    """Return the rank of the checkpoint whose generator this rank takes: ranks along "tensor" share torch's stream."""
-    mesh = engine.mesh
-    return ranks_here(mesh)[mesh.tensor_ranks[0] if name in ("torch", "cuda") else mesh.rank]
-
-
-def _generators_of(engine: Engine, reader: CheckpointReader) -> dict[str, Tensor]:
-    """Read the generators of this rank; one that the checkpoint does not have keeps its state."""
-    states = read_generators(engine.mesh.device)
-    for name in states:
-        full_name = f"rng/{_source(engine, name)}/{name}"
-        if (spec := reader.states.get(full_name)) is not None:
-            states[name] = tensor_of(reader.read_state(full_name, 0, spec.numel), "U8")
-    return states
-
-
 def _restore(engine: Engine, content: Content) -> None:
     scale = engine.loss_scale
     if scale is not None and content.loss_scale is not None:
         scale.value, scale._good_steps, scale.history = content.loss_scale
         scale.noted = []
-    write_generators(_generators_of(engine, content.reader), engine.mesh.device)
+    write_generators(saved_generators(engine.mesh, content.reader), engine.mesh.device)
