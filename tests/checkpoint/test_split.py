@@ -150,6 +150,28 @@ def test_offloaded_states_move_too(tmp_path: Path) -> None:
     run_ranks(move, WORLD, str(tmp_path), "adamw", pairs, {"offload": "host"}, timeout_s=3 * TIMEOUT_S)
 
 
+def draw(folder: str) -> tuple[float, ...]:
+    """Save with the axis "tensor", and load with and without; return what is drawn after the save and after each."""
+    rank = dist.get_rank()
+    run = Run(LAYOUTS[2], "momentum", seed=1)
+    torch.manual_seed(rank // 2)
+    path, found = run.zero.save(f"{folder}/step-1"), [torch.rand(()).item()]
+    for layout in (LAYOUTS[2], LAYOUTS[18]):
+        other = Run(layout, "momentum", seed=2)
+        torch.manual_seed(100 + rank)
+        other.zero.load(path)
+        found.append(torch.rand(()).item())
+    return tuple(found)
+
+
+def test_ranks_that_drew_alike_along_tensor_draw_apart_as_copies(tmp_path: Path) -> None:
+    before, after, apart = zip(*run_ranks(draw, WORLD, str(tmp_path), timeout_s=TIMEOUT_S), strict=True)
+    assert before == after
+    assert len(set(before)) == 2
+    assert len(set(apart)) == WORLD
+    assert (apart[0], apart[2]) == (before[0], before[2])
+
+
 def test_messages_move_the_rows(tmp_path: Path) -> None:
     pairs = [(LAYOUTS[3], LAYOUTS[12]), (LAYOUTS[13], LAYOUTS[0])]
     options = {"settings": {"shared_memory": False}}

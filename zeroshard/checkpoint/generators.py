@@ -5,6 +5,7 @@ Owns the layouts of torch's, CUDA's, numpy's and Python's states, so that none o
 
 import random
 import struct
+from typing import Final
 
 import numpy as np
 import torch
@@ -16,7 +17,7 @@ from zeroshard.checkpoint.values import tensor_of
 from zeroshard.table.errors import CheckpointError
 from zeroshard.wire.mesh import Mesh
 
-__all__ = ["check_generators", "read_generators", "saved_generators", "write_generators"]
+__all__ = ["SHARED", "check_generators", "read_generators", "saved_generators", "write_generators"]
 
 Tensor = torch.Tensor
 
@@ -24,6 +25,8 @@ _TORCH = struct.Struct("<QiiQ")
 _NUMPY = struct.Struct("<iid")
 _PYTHON = struct.Struct("<625I?d")
 WORDS = 624
+SHARED: Final = frozenset(["torch", "cuda"])
+"""Generators of which ranks along "tensor" have one stream. It is saved once: elsewhere these ranks are no copies."""
 
 
 def read_generators(device: torch.device) -> dict[str, Tensor]:
@@ -52,7 +55,7 @@ def check_generators(mesh: Mesh, reader: CheckpointReader) -> None:
         if (rank := _source(mesh, name)) >= reader.manifest.world_size:
             continue
         spec = reader.states.get(f"rng/{rank}/{name}")
-        if spec is None and name == "cuda":
+        if spec is None and name in SHARED:
             continue
         if spec is None or spec.shape != (state.numel(),) or spec.dtype != "U8":
             raise CheckpointError(
@@ -77,8 +80,8 @@ def saved_generators(mesh: Mesh, reader: CheckpointReader) -> dict[str, Tensor]:
 
 
 def _source(mesh: Mesh, name: str) -> int:
-    """Return the rank of the checkpoint whose generator this rank takes: ranks along "tensor" share torch's stream."""
-    return ranks_here(mesh)[mesh.tensor_ranks[0] if name in ("torch", "cuda") else mesh.rank]
+    """Return the rank of the checkpoint whose generator this rank takes."""
+    return ranks_here(mesh)[mesh.tensor_ranks[0] if name in SHARED else mesh.rank]
 
 
 def _check(states: dict[str, Tensor]) -> None:

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from zeroshard.checkpoint.cuts import Cut, Part, cut_of, layouts_of, ranks_here
+from zeroshard.checkpoint.generators import SHARED
 from zeroshard.checkpoint.manifest import join_state
 from zeroshard.checkpoint.ranges import Spec
 from zeroshard.checkpoint.values import check_key, dtype_name
@@ -169,13 +170,18 @@ def state_items(
 def generator_items(engine: Engine, own: dict[str, Tensor]) -> list[Item]:
     """Return the random generators of all ranks; sizes are equal on all ranks, and each rank has its own values.
 
+    Of those that ranks along "tensor" share, the first of these ranks has the only one.
+
     Args:
         own: this rank's, by name.
     """
     items = []
     mesh = engine.mesh.across
+    first = {*mesh.rows("tensor")[:, 0].tolist()}
     for rank in range(mesh.world_size):
         for name, state in own.items():
+            if name in SHARED and rank not in first:
+                continue
             spec = Spec("rng", f"rng/{rank}/{name}", "U8", (state.numel(),))
             value = state if rank == mesh.rank else None
             items.append(Item(spec, value, (0, state.numel() if value is not None else 0), owner=rank))
