@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+import zeroshard as zs
 from zeroshard.checkpoint.verify import verify
 
 from . import small
@@ -46,6 +47,22 @@ def test_nothing_else_is_touched(tmp_path: Path) -> None:
     assert set(names(tmp_path)) == before - {"step-1", "step-4"} | {"step-7", "step-8"}
     assert (tmp_path / "step-2" / "notes.txt").read_text() == "mine"
     assert (tmp_path / "linked" / "manifest.json").exists()
+
+
+def test_checkpoints_to_resume_from_are_counted_apart(tmp_path: Path) -> None:
+    trainer = small.Small()
+    for step in (1, 2, 3):
+        trainer.zero.save(tmp_path / f"step-{step}", keep=2)
+        trainer.zero.save(tmp_path / f"best-{step}", step=step + 9, keep=2, model_only=True)
+    assert names(tmp_path) == ["best-2", "best-3", "step-2", "step-3"]
+
+
+def test_the_newest_is_one_to_resume_from(tmp_path: Path) -> None:
+    trainer = small.Small()
+    best = trainer.zero.save(tmp_path / "best", step=9, model_only=True)
+    assert zs.latest(tmp_path) == best
+    whole = trainer.zero.save(tmp_path / "step-2")
+    assert zs.latest(tmp_path) == whole
 
 
 def test_one_of_the_same_step_outlives_the_other(tmp_path: Path) -> None:

@@ -202,7 +202,7 @@ class BackgroundSave:
         publish(self._plan.path, self._folder)
         if self._plan.keep is not None:
             self._doing, self._advice = "removing older checkpoints", COMMITTED
-            remove_older(self._plan.path, self._plan.step, self._plan.keep)
+            remove_older(self._plan, self._plan.keep)
 
     def _await_receipt(self, rank: int) -> dict[str, FileEntry]:
         receipt = self._receipt(rank)

@@ -32,6 +32,7 @@ from zeroshard.checkpoint.manifest import (
     MANIFEST,
     FileEntry,
     Manifest,
+    is_model_only,
 )
 from zeroshard.checkpoint.ranges import make_header
 from zeroshard.checkpoint.reader import read_manifest
@@ -130,17 +131,18 @@ def publish(path: Path, folder: Path) -> None:
         warnings.warn(printable(text), stacklevel=2)
 
 
-def remove_older(path: Path, step: int, keep: int) -> None:
+def remove_older(plan: Plan, keep: int) -> None:
     """Remove expiring checkpoints that are older than this one, except the newest.
 
-    Only complete folders with a checkpoint's own files and nothing else are removed.
+    Only complete folders with a checkpoint's own files and nothing else are removed. Those of the model alone count
+    apart: no training resumes from them.
 
     Args:
-        path: the newest checkpoint, which is committed.
+        plan: of the newest checkpoint, which is committed.
         keep: the number of checkpoints to keep, including this one.
     """
-    older = sorted(_expiring(path, step), reverse=True)
-    for _, name in older[keep - 1 :]:
+    path = plan.path
+    for _, name in sorted(_expiring(plan), reverse=True)[keep - 1 :]:
         files.rename(path.parent / name, path.parent / f".old-{name}-{secrets.token_hex(4)}")
     # The rename must reach the disk before files are removed: else a power cut could leave an incomplete checkpoint.
     files.sync_folder(path.parent)
@@ -149,8 +151,9 @@ def remove_older(path: Path, step: int, keep: int) -> None:
             files.remove_tree(path.parent / name)
 
 
-def _expiring(path: Path, step: int) -> Iterator[tuple[int, str]]:
-    """Yield step and name of each checkpoint beside `path` that may be removed."""
+def _expiring(plan: Plan) -> Iterator[tuple[int, str]]:
+    """Yield step and name of each checkpoint beside that of `plan` that may be removed."""
+    path, kind = plan.path, is_model_only(plan.specs)
     for name in files.names_in(path.parent):
         folder = path.parent / name
         if name.startswith(".") or name == path.name or folder.is_symlink() or not (folder / MANIFEST).is_file():
@@ -159,5 +162,6 @@ def _expiring(path: Path, step: int) -> Iterator[tuple[int, str]]:
             manifest, _ = read_manifest(folder)
         except CheckpointError:
             continue
-        if manifest.expires and manifest.step <= step and set(files.names_in(folder)) - {ISLANDS} == manifest.names:
+        is_older = manifest.expires and manifest.step <= plan.step and manifest.is_model_only == kind
+        if is_older and set(files.names_in(folder)) - {ISLANDS} == manifest.names:
             yield manifest.step, name

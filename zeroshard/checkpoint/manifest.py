@@ -45,6 +45,7 @@ __all__ = [
     "check_files",
     "file_name",
     "index_name",
+    "is_model_only",
     "is_own_name",
     "join_state",
     "split_state",
@@ -107,6 +108,11 @@ class Manifest:
         """The name of each file in the folder."""
         return {MANIFEST, *self.files, *self.parts}
 
+    @property
+    def is_model_only(self) -> bool:
+        """Whether it was saved with `model_only`; other saves have generators, and imports the optimizers' states."""
+        return is_model_only(self.tensors)
+
     def place_of(self, file: str) -> list[tuple[Chunk, int]]:
         """Return the chunks of a file with the offset of each in bytes."""
         if file == EXTRA:
@@ -138,6 +144,11 @@ def index_name(part: int, parts: int) -> str:
 def is_own_name(name: str) -> bool:
     """Return whether a checkpoint could have a file of this name."""
     return name in (EXTRA, MANIFEST) or any(pattern.fullmatch(name) for pattern in (_FILE_NAME, _INDEX_NAME))
+
+
+def is_model_only(tensors: Iterable[Spec]) -> bool:
+    """Return whether these are the tensors of a checkpoint that no training resumes from."""
+    return all(spec.kind == "model" for spec in tensors)
 
 
 def tensor_files(names: Mapping[str, object]) -> list[str]:

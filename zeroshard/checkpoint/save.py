@@ -177,7 +177,7 @@ class Saver:
         if plan.keep is not None:
             with together(engine, f"{what}: removing older checkpoints", COMMITTED):
                 if rank == 0:
-                    remove_older(plan.path, plan.step, plan.keep)
+                    remove_older(plan, plan.keep)
 
     # -- in the background --------------------------------------------------------------------------------------------
 

@@ -81,6 +81,7 @@ class Listed:
     tensors: int
     nbytes: int
     problem: str
+    is_model_only: bool = False
 
 
 def list_checkpoints(folder: str | Path) -> list[Listed]:
@@ -89,8 +90,8 @@ def list_checkpoints(folder: str | Path) -> list[Listed]:
     Args:
         folder: the folder that contains checkpoints.
 
-    Returns: for each checkpoint, its `path`, `step`, `world_size`, `tensors`, `nbytes`, and `problem`, which is empty
-        if its manifest is valid.
+    Returns: for each checkpoint, its `path`, `step`, `world_size`, `tensors`, `nbytes`, `problem`, which is empty if
+        its manifest is valid, and `is_model_only`.
 
     Raises:
         CheckpointError: the folder does not exist, or is a file or a checkpoint itself.
@@ -141,13 +142,15 @@ def _look(path: Path) -> Listed | None:
     except CheckpointError as error:
         return Listed(path, -1, 0, 0, 0, str(error))
     nbytes = sum(entry.nbytes for entry in manifest.files.values())
-    return Listed(path, manifest.step, manifest.world_size, len(manifest.tensors), nbytes, "")
+    size = manifest.world_size, len(manifest.tensors), nbytes
+    return Listed(path, manifest.step, *size, "", manifest.is_model_only)
 
 
 def latest(folder: str | Path) -> Path | None:
     """Return the verified checkpoint with the highest step in a folder; None without checkpoints.
 
-    Damaged checkpoints and links are skipped with a warning. The file LATEST is only for people.
+    Damaged checkpoints and links are skipped with a warning. One that was saved with `model_only`, from which no
+    training resumes, is returned only if no other is complete. The file LATEST is only for people.
 
     Args:
         folder: the folder that contains checkpoints.
@@ -173,7 +176,8 @@ def latest(folder: str | Path) -> Path | None:
     found = list_checkpoints(folder)
     # The step of a checkpoint with an unreadable manifest is unknown: it may have been the newest.
     problems = [one.problem for one in found if one.problem]
-    for one in reversed([one for one in found if not one.problem]):
+    valid = [one for one in found if not one.problem]
+    for one in sorted(valid, key=lambda one: (not one.is_model_only, one.step, one.path.name), reverse=True):
         try:
             verify(one.path)
         except CheckpointError as error:
