@@ -462,6 +462,7 @@ class Zero:
         """Write a checkpoint: parameters, buffers, optimizers, loss scale, random generators of each rank, and `extra`.
 
         A checkpoint is complete or absent, never partial. Any number of ranks at any stage and precision can load it.
+        It does not have parameters that `zs.shard` was told to ignore, nor their optimizers.
         When this method returns, the checkpoint is on disk. With `asynchronous`, this rank's part is in host memory
         instead, and a thread writes it. Each optimizer step then asks all ranks for their progress. A failure is raised
         on every rank at the first step after it, at the next `save`, `load` or `wait`, or at interpreter exit, which
@@ -545,7 +546,7 @@ class Zero:
         """Load a checkpoint, written by any number of ranks at any stage, into the model and its optimizers.
 
         Names, shapes, dtypes and checksums are verified before anything in memory changes. Each rank reads its own
-        ranges, tensor by tensor. Random generators are restored on ranks that existed when the checkpoint was written.
+        ranges, tensor by tensor. Random generators are restored on ranks of which the checkpoint has them.
         Optimizer options that do not change the result (`foreach`, `fused`, `capturable`, `differentiable`) keep their
         current values.
 
