@@ -77,6 +77,32 @@ def test_the_model_alone(tmp_path: Path) -> None:
         assert all(torch.equal(value, expected[name]) for name, value in other.model.state_dict().items())
 
 
+class Counting(torch.optim.SGD):
+    """Counts its steps in a state of no parameter and in its groups."""
+
+    def step(self, closure: Any = None) -> Any:
+        state: Any = self.state["all"]
+        for one in (state, *self.param_groups):
+            one["count"] = one.get("count", 0) + 1
+        return super().step(closure)
+
+
+def test_what_an_optimizer_has_made_since_goes(tmp_path: Path) -> None:
+    model = small.Small.plain(0)
+    optimizer = Counting(model.parameters(), lr=0.1)
+    zero = zs.shard(model, optimizer)
+    paths = []
+    for step in range(3):
+        paths.append(zero.save(tmp_path / f"step-{step}"))
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+    for step in (1, 0, 2):
+        zero.load(paths[step])
+        assert dict(optimizer.state.get("all", {})) == ({"count": step} if step else {})
+        assert optimizer.param_groups[0].get("count", 0) == step
+    assert optimizer.param_groups[0]["lr"] == 0.1
+
+
 class Seeing(torch.nn.Linear):
     """Counts its forwards in extra state."""
 

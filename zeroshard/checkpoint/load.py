@@ -379,20 +379,26 @@ def _copy_states(optimizers: Sequence[ShardedOptimizer], content: Content, mesh:
             keys[number, name].append((key, spec.name))
     for place, (one, saved) in enumerate(zip(optimizers, content.optimizers, strict=True)):
         one.steps = saved["steps"]
-        one.optimizer.state.update(_others(one, saved["others"]))
+        # What the optimizer has made since goes, as in torch's load_state_dict; an older checkpoint may lack defaults.
+        held: dict[Any, Any] = one.optimizer.state
+        for stale in [name for name in held if not isinstance(name, Tensor)]:
+            del held[stale]
+        held.update(_others(one, saved["others"]))
         for group, described in zip(one.optimizer.param_groups, saved["groups"], strict=True):
+            for stale in group.keys() - {"params"} - HOW - one.optimizer.defaults.keys() - described["options"].keys():
+                del group[stale]
             options = {key: _like(value, group.get(key)) for key, value in described["options"].items()}
             group.update({key: value for key, value in options.items() if key not in HOW})
             for master in group["params"]:
                 slot = slot_of(master)
-                whole, before = saved["states"].get(slot.name), one.optimizer.state.pop(master, {})
+                whole, before = saved["states"].get(slot.name), held.pop(master, {})
                 if whole is not None and (slot.updater is None or slot.has_whole_states):
                     state = {key: _place(key, value, group, slot) for key, value in whole.items()}
                     parts = parts_of(one.optimizer, before)
                     for key, name in keys[place, slot.name]:
                         there = None if key in parts else before.get(key)
                         state[key] = _read_state(content.reader, name, master, key, there, mesh, cast)
-                    one.optimizer.state[master] = pack(one.optimizer, state)
+                    held[master] = pack(one.optimizer, state)
 
 
 def _read_state(
