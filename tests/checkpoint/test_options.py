@@ -77,6 +77,58 @@ def test_the_model_alone(tmp_path: Path) -> None:
         assert all(torch.equal(value, expected[name]) for name, value in other.model.state_dict().items())
 
 
+class Scaled(torch.nn.Linear):
+    """Has a parameter without dimensions, besides."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 3)
+        self.gain = torch.nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.gain
+
+
+def step_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Make a step on data that does not depend on the dtype."""
+    model(torch.ones(2, 4, dtype=next(model.parameters()).dtype)).float().square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+PURE = zs.Precision(param=torch.bfloat16, master=torch.bfloat16)
+MAKERS: list[Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer]] = [
+    lambda p: torch.optim.AdamW(p, lr=0.1),
+    lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    lambda p: torch.optim.Adafactor(p, lr=0.1),
+]
+
+
+@pytest.mark.parametrize("make", MAKERS, ids=["adamw", "sgd", "adafactor"])
+@pytest.mark.parametrize("is_narrowed", [True, False])
+def test_states_are_cast_with_their_parameters(make: Any, is_narrowed: bool, tmp_path: Path) -> None:
+    """Into a fresh optimizer, as torch's load_state_dict casts them; counters keep their dtype."""
+    dtypes, precisions = [torch.float32, torch.bfloat16], ["fp32", PURE]
+    first, second = (0, 1) if is_narrowed else (1, 0)
+    source, model = Scaled(), Scaled()
+    plain = Scaled().to(dtypes[second])
+    before, after, expected = (make(one.parameters()) for one in (source, model, plain))
+    saved, loaded = (
+        zs.shard(one, optimizer, precision=precisions[place])
+        for one, optimizer, place in ((source, before, first), (model, after, second))
+    )
+    step_of(source, before)
+    loaded.load(saved.save(tmp_path / "step-1"), cast=True)
+    with saved.gathered(states=True):
+        expected.load_state_dict(before.state_dict())
+    with loaded.gathered(states=True):
+        found, wanted = after.state_dict()["state"], expected.state_dict()["state"]
+    assert found.keys() == wanted.keys()
+    for place, state in wanted.items():
+        assert {key: value.dtype for key, value in state.items()} == {k: v.dtype for k, v in found[place].items()}
+        assert all(torch.equal(value, found[place][key]) for key, value in state.items())
+    step_of(model, after)
+
+
 class Counting(torch.optim.SGD):
     """Counts its steps in a state of no parameter and in its groups."""
 

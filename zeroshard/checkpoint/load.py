@@ -41,7 +41,7 @@ from zeroshard.checkpoint.together import agree_equal, begin, together
 from zeroshard.checkpoint.values import PIECE_NUMEL, bytes_of, decode, dtype_of
 from zeroshard.core.engine import Engine
 from zeroshard.core.slot import Slot, slot_of
-from zeroshard.optim.packed import pack, parts_of
+from zeroshard.optim.packed import PackingOptimizer, pack, parts_of
 from zeroshard.store.stored import is_stored
 from zeroshard.table.errors import CheckpointError
 from zeroshard.update.optimizer import ShardedOptimizer
@@ -140,7 +140,7 @@ def load(
         _copy_model(items, reader, there)
         set_states(modules, states)
         if rest is not None:
-            _copy_states(optimizers, rest, engine.mesh, cast)
+            _copy_states(optimizers, rest, engine.mesh, there if cast else {})
             _restore(engine, rest)
     follow_masters(engine)
     return Loaded(0, {}) if content is None else Loaded(content.reader.manifest.step, content.extra)
@@ -370,8 +370,12 @@ def _owner_of(reader: CheckpointReader, state: Spec) -> str:
     return f"{number}/{name}"
 
 
-def _copy_states(optimizers: Sequence[ShardedOptimizer], content: Content, mesh: Mesh, cast: bool) -> None:
-    """Read this rank's part of every state; where there is a tensor for it already, into that."""
+def _copy_states(optimizers: Sequence[ShardedOptimizer], content: Content, mesh: Mesh, cast: Specs) -> None:
+    """Read this rank's part of every state; where there is a tensor for it already, into that.
+
+    Args:
+        cast: the checkpoint's parameters, if dtypes may differ from theirs; else empty.
+    """
     keys: dict[tuple[int, str], list[tuple[Any, str]]] = defaultdict(list)
     for spec in content.reader.states.values():
         if spec.kind == "state":
@@ -379,6 +383,7 @@ def _copy_states(optimizers: Sequence[ShardedOptimizer], content: Content, mesh:
             keys[number, name].append((key, spec.name))
     for place, (one, saved) in enumerate(zip(optimizers, content.optimizers, strict=True)):
         one.steps = saved["steps"]
+        casts = {} if isinstance(one.optimizer, PackingOptimizer) else cast  # its states have dtypes of their own
         # What the optimizer has made since goes, as in torch's load_state_dict; an older checkpoint may lack defaults.
         held: dict[Any, Any] = one.optimizer.state
         for stale in [name for name in held if not isinstance(name, Tensor)]:
@@ -394,27 +399,36 @@ def _copy_states(optimizers: Sequence[ShardedOptimizer], content: Content, mesh:
                 whole, before = saved["states"].get(slot.name), held.pop(master, {})
                 if whole is not None and (slot.updater is None or slot.has_whole_states):
                     state = {key: _place(key, value, group, slot) for key, value in whole.items()}
+                    for key in [key for key, value in state.items() if isinstance(value, Tensor)]:
+                        state[key] = state[key].to(_dtype_here(slot, key, state[key].dtype, casts))
                     parts = parts_of(one.optimizer, before)
                     for key, name in keys[place, slot.name]:
                         there = None if key in parts else before.get(key)
-                        state[key] = _read_state(content.reader, name, master, key, there, mesh, cast)
+                        state[key] = _read_state(content.reader, name, master, key, there, mesh, casts)
                     held[master] = pack(one.optimizer, state)
 
 
 def _read_state(
-    reader: CheckpointReader, name: str, master: Tensor, key: Any, before: Any, mesh: Mesh, cast: bool
+    reader: CheckpointReader, name: str, master: Tensor, key: Any, before: Any, mesh: Mesh, cast: Specs
 ) -> Tensor:
     slot, there = slot_of(master), reader.states[name]
+    dtype = _dtype_here(slot, key, dtype_of(there.dtype), cast)
     if not _is_cut(slot, there):
         values = torch.empty(there.numel, dtype=dtype_of(there.dtype), device="cpu")
         reader.fill_state(name, 0, bytes_of(values))
-        return like_parameter(slot, to_rows(values, there).to(master.device))
+        return like_parameter(slot, to_rows(values, there).to(master.device, dtype))
     here = Spec(there.kind, name, there.dtype, there.shape, order := order_of(slot))
-    dtype = dtype_of(there.dtype)
-    can_stay = isinstance(before, Tensor) and before.shape == master.shape and (before.dtype == dtype or cast)
+    can_stay = isinstance(before, Tensor) and before.shape == master.shape and (before.dtype == dtype or bool(cast))
     state: Tensor = before if can_stay else slot.bucket.room(slot.index, key, dtype)
     read_part(there, here, held_range(slot), cut_of(slot, order, mesh), reader.fill_state, state)
     return state
+
+
+def _dtype_here(slot: Slot, key: Any, dtype: torch.dtype, cast: Specs) -> torch.dtype:
+    """Return the dtype that a state gets. As torch casts states, those in the dtype of their parameter follow it."""
+    parameter = None if key in slot.counters else cast.get(slot.name)
+    follows = parameter is not None and dtype == dtype_of(parameter.dtype)
+    return slot.bucket.master(slot.index).dtype if follows else dtype
 
 
 def _others(one: ShardedOptimizer, saved: Mapping[Any, Any]) -> dict[Any, Any]:
