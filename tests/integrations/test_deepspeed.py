@@ -28,6 +28,7 @@ REFUSED = {
     "catid/cifar10deepspeed deepspeed_config.json": "_read_the_docs",
     "cofe-ai/fast-gector deepspeed_config.json": "optimizer.eps = 1e-08: refused: unknown to DeepSpeed 0.19.8",
     "ds_config_W8A8_Qgroup64_fp32.json": "compression_training",
+    "compression/cifar/config/ds_config.json": "train_batch_size=32 is not train_micro_batch_size_per_gpu=32",
     "nccl/deepspeed_onebitadam_bsz96_config.json": "bias_correction is false",
     "BingBertSquad/deepspeed_bsz24_config.json": "bias_correction is false",
     "deberta/ds_config_fp16_tune.json": "autotuning",
@@ -70,7 +71,9 @@ def read_alike(config: dict[str, Any], folder: str) -> DeepSpeed:
     for name in ("fp16", "bf16"):  # which TrainingArguments refuses on a CPU
         setattr(args, name, config.get(name, {}).get("enabled") is True)
     read = from_deepspeed(config, args=args, world_size=2)
-    assert read.micro_batch in (micro_batch, None) and read.accumulation in (accumulation, 1)
+    assert (read.batch, read.micro_batch, read.accumulation) == (
+        2 * micro_batch * accumulation, micro_batch, accumulation,
+    )  # fmt: skip
     return read
 
 
@@ -129,6 +132,42 @@ def test_what_the_arguments_leave_open_stays_auto(tmp_path: Path) -> None:
     assert from_deepspeed(config, args=args).make_scheduler is not None
     with pytest.raises(ValueError, match=r"gradient_clipping is 2.0, and the arguments say 1.0"):
         from_deepspeed({"gradient_clipping": 2.0}, args=args)
+
+
+BATCH, MICRO, STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
+
+
+@pytest.mark.parametrize(
+    ("config", "ranks", "expected"),
+    [
+        ({BATCH: 32, MICRO: 4}, 2, (32, 4, 4)),
+        ({BATCH: 32, STEPS: 4}, 2, (32, 4, 4)),
+        ({BATCH: 32}, 2, (32, 16, 1)),
+        ({MICRO: 4}, 2, (8, 4, 1)),
+        ({MICRO: 4, STEPS: 2}, 2, (16, 4, 2)),
+        ({STEPS: 2}, 2, (None, None, 2)),
+        ({MICRO: 4}, None, (None, 4, 1)),
+        ({BATCH: 32, MICRO: 4, STEPS: 2}, None, (32, 4, 2)),
+        ({BATCH: 32, MICRO: 4}, None, "train_batch_size=32 is divided over the ranks, whose number is not known: pass"),
+        ({BATCH: 32, STEPS: 4}, None, "whose number is not known"),
+        ({BATCH: 32}, None, "whose number is not known"),
+        ({BATCH: 30, MICRO: 4}, 2, f"{BATCH}=30 is not {MICRO}=4 x {STEPS}=3 x 2 ranks; write values whose product"),
+        ({BATCH: 30, STEPS: 4}, 2, f"{BATCH}=30 is not {MICRO}=3 x {STEPS}=4 x 2 ranks"),
+        ({BATCH: 31}, 2, f"{BATCH}=31 is not {MICRO}=15 x {STEPS}=1 x 2 ranks"),
+        ({BATCH: 2, MICRO: 4}, 2, f"{BATCH}=2 is not {MICRO}=4 x {STEPS}=1 x 2 ranks"),
+        ({BATCH: 30, MICRO: 4, STEPS: 2}, None, f"{BATCH}=30 is not {MICRO}=4 x {STEPS}=2 x a number of ranks"),
+    ],
+)  # fmt: skip
+def test_an_absent_batch_follows_from_the_others(
+    config: dict[str, int], ranks: int | None, expected: tuple[int | None, ...] | str
+) -> None:
+    """As in `_set_batch_related_parameters` of deepspeed/runtime/config.py."""
+    if isinstance(expected, str):
+        with pytest.raises(ValueError, match=re.escape(expected)):
+            from_deepspeed(config, world_size=ranks)
+    else:
+        read = from_deepspeed(config, world_size=ranks)
+        assert (read.batch, read.micro_batch, read.accumulation) == expected
 
 
 @pytest.mark.parametrize(

@@ -76,7 +76,7 @@ def from_deepspeed(
     Args:
         source: a JSON file, or its contents as a mapping.
         args: TrainingArguments of Transformers, which give the values of "auto", and must agree with the others.
-        world_size: the number of ranks, to check batches; by default that of the process group, if there is one.
+        world_size: the ranks that divide a batch; by default those of `args`, or of the process group.
 
     Raises:
         ValueError: keys are unknown, refused, of another type, "auto" without `args`, or contradict each other or the
@@ -94,31 +94,24 @@ def from_deepspeed(
     zero = zs.shard(model, optimizer, **read.options)
     ```
     """
-    config = read(source) if args is None else filled(read(source), args, world_size)
+    config = read(source)
+    if args is not None:
+        world_size = args.world_size if world_size is None else world_size
+        config = filled(config, args, world_size)
+    elif world_size is None and torch.distributed.is_initialized():
+        world_size = torch.distributed.get_world_size()
     notes = [*notes_of(config)]
     if refused := [str(one) for one in notes if one.way == "refused"]:
         raise ValueError("DeepSpeed's configuration has keys that cannot be used:\n  " + "\n  ".join(refused))
-    if world_size is None and torch.distributed.is_initialized():
-        world_size = torch.distributed.get_world_size()
     get = _Values(config)
-    batch, micro_batch, accumulation = (
-        get.number(name, int)
-        for name in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-    )
-    if None not in (batch, micro_batch, accumulation, world_size) and (
-        batch != micro_batch * accumulation * world_size
-    ):
-        raise ValueError(
-            f"train_batch_size={batch} is not train_micro_batch_size_per_gpu={micro_batch} x "
-            f"gradient_accumulation_steps={accumulation} x {world_size} ranks."
-        )
+    batch, micro_batch, accumulation = _batches(get, world_size)
     clipping = get.number("gradient_clipping", float)
     optimizer, scheduler = (get.get(f"{section}.type", str) for section in ("optimizer", "scheduler"))
     given = {section: get.get(f"{section}.params", Mapping, {}) for section in ("optimizer", "scheduler")}
     return DeepSpeed(
         _options(get, world_size),
         micro_batch,
-        accumulation or 1,
+        accumulation,
         batch,
         clipping or None,
         None if optimizer is None else optimizer_of(optimizer, given["optimizer"]),
@@ -236,6 +229,40 @@ class _Values:
         if name is not None and name.lower() not in DTYPES:
             raise ValueError(f"{key} must be one of {', '.join(DTYPES)}; got {name!r}.")
         return None if name is None else DTYPES[name.lower()]
+
+
+# -- batches ----------------------------------------------------------------------------------------------------------
+
+
+def _batches(get: _Values, ranks: int | None) -> tuple[int | None, int | None, int]:
+    """Return batch, micro-batch and accumulation; what is absent follows from the others.
+
+    Source: `_set_batch_related_parameters` and `_batch_assertion` of deepspeed/runtime/config.py.
+    """
+    batch, micro_batch, accumulation = (
+        get.number(name, int)
+        for name in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    )
+    if accumulation is None and None in (batch, micro_batch):
+        accumulation = 1
+    if batch is None:
+        return micro_batch * accumulation * ranks if micro_batch and ranks else None, micro_batch, accumulation
+    if ranks is None and None in (micro_batch, accumulation):
+        raise ValueError(
+            f"train_batch_size={batch} is divided over the ranks, whose number is not known: pass world_size= (--ranks "
+            "of the command), or write train_micro_batch_size_per_gpu and gradient_accumulation_steps."
+        )
+    if micro_batch is None:
+        micro_batch = max(1, batch // (accumulation * ranks))
+    if accumulation is None:
+        accumulation = max(1, batch // (micro_batch * ranks))
+    rows = micro_batch * accumulation
+    if batch % rows if ranks is None else batch != rows * ranks:
+        raise ValueError(
+            f"train_batch_size={batch} is not train_micro_batch_size_per_gpu={micro_batch} x gradient_accumulation_"
+            f"steps={accumulation} x {ranks or 'a number of'} ranks; write values whose product it is."
+        )
+    return batch, micro_batch, accumulation
 
 
 # -- zs.shard ---------------------------------------------------------------------------------------------------------

@@ -46,13 +46,12 @@ ALONE: Final[Mapping[str, Callable[[Any], Any]]] = MappingProxyType(
 """What fills "auto" alone."""
 
 
-def filled(config: Mapping[str, Any], args: Any, world_size: int | None) -> Mapping[str, Any]:
-    """Return a configuration with values in the place of "auto", where arguments have them.
+def filled(config: Mapping[str, Any], args: Any, ranks: int) -> Mapping[str, Any]:
+    """Return a configuration with values in the place of "auto", where arguments have them, and with their batches.
 
     Raises:
         ValueError: a value is not that of the arguments; all are listed.
     """
-    ranks = args.world_size if world_size is None else world_size
     batch = ranks * args.per_device_train_batch_size * args.gradient_accumulation_steps
     equal = {key: value(args) for key, value in VALUES.items()} | {"train_batch_size": batch}
     known, wrong = equal | {key: value(args) for key, value in ALONE.items()}, list[str]()
@@ -71,7 +70,7 @@ def filled(config: Mapping[str, Any], args: Any, world_size: int | None) -> Mapp
                 )
         return found
 
-    result = fill(config)
+    result = fill({"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto"} | dict(config))
     if wrong:
         raise ValueError("DeepSpeed's configuration is not that of TrainingArguments:\n  " + "\n  ".join(wrong))
     return result

@@ -25,7 +25,10 @@ _FREE = "host memory and files are read and written in pieces of Offload(staging
 KEYS: Final[Mapping[str, tuple[Way, str]]] = MappingProxyType(
     {
         # batches and accumulation
-        "train_batch_size": ("honoured", "the attribute batch; compared with the other two and the number of ranks"),
+        "train_batch_size": (
+            "honoured",
+            "the attribute batch; of it, the other two and the ranks, what is absent follows",
+        ),
         "train_micro_batch_size_per_gpu": ("honoured", "the attribute micro_batch: rows of one forward on a rank"),
         "gradient_accumulation_steps": ("honoured", "the attribute accumulation: backwards of a step"),
         "check_overflow": ("without meaning", "gradients that are not finite are always found"),
