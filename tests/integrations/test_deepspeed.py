@@ -207,6 +207,8 @@ def test_values_are_arguments_of_shard(config: dict[str, Any], options: dict[str
         ({"zero_optimization": {"stage": 4}}, "zero_optimization.stage: "),
         ({"zero_optimization": {"zero_quantized_weights": True}}, "messages are not quantized"),
         ({"zero_optimization": {"zero_hpz_partition_size": 8}}, "zero_hpz_partition_size = 8: refused"),
+        ({"zero_optimization": {"zero_quantized_weights": 1}}, "zero_quantized_weights = 1: refused: messages are not"),
+        ({"sparse_gradients": 1}, "sparse_gradients = 1: refused: gradients are dense"),
         ({"fp16": {"enabled": 1}}, "fp16.enabled must be bool; got 1"),
         ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "are both true"),
         ({"gradient_clipping": -1.0}, "gradient_clipping must be at least 0; got -1.0"),
@@ -238,7 +240,10 @@ def test_what_cannot_be_read_is_one_error(config: dict[str, Any], text: str) -> 
 
 
 def test_what_is_off_is_not_refused() -> None:
-    off = {"tensor_parallel": {"autotp_size": 1}, "hybrid_engine": {"enabled": False}, "sparse_gradients": False}
+    off = {
+        "tensor_parallel": {"autotp_size": 1}, "hybrid_engine": {"enabled": False}, "sparse_gradients": False,
+        "sequence_parallel_size": 1, "zero_optimization": {"zero_hpz_partition_size": 1},
+    }  # fmt: skip
     assert {one.way for one in notes_of(off)} == {"without meaning"}
 
 

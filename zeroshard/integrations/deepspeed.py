@@ -156,7 +156,7 @@ def notes_of(config: Mapping[str, Any]) -> Iterator[Note]:
             yield Note(key, value, "refused", faults[key])
         elif value == "auto" and way != "without meaning":
             yield Note(key, value, "refused", "write a value, or pass args=TrainingArguments(...), which gives it")
-        elif way == "refused" and key in KEYS and _is_off(value):
+        elif way == "refused" and key in KEYS and _is_off(key, value):
             yield Note(key, value, "without meaning", "off, or without effect")
         else:
             yield Note(key, value, way, why)
@@ -195,12 +195,12 @@ def _flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
             yield key, value  # a section without keys is not known by its name
 
 
-def _is_off(value: Any) -> bool:
-    """Tell whether a refused key asks for nothing."""
+def _is_off(key: str, value: Any) -> bool:
+    """Tell whether a refused key asks for nothing: 1 is one rank for a size, and true for the others."""
     if isinstance(value, Mapping):
         sizes = [one for name, one in value.items() if name in ("autotp_size", "tp_size", "stages", "autoep_size")]
         return not value or value.get("enabled") is False or ("enabled" not in value and sizes in ([0], [1]))
-    return value in (None, False, 0, 1, "none", "") and value is not True
+    return value in (None, False, 0, "none", "") or (value == 1 and value is not True and key.endswith("_size"))
 
 
 class _Values:
