@@ -226,6 +226,10 @@ def test_values_are_arguments_of_shard(config: dict[str, Any], options: dict[str
             {"scheduler": {"type": "OneCycle"}},
             "scheduler.type = \"OneCycle\": refused: 'OneCycle'; use a scheduler of torch.optim.lr_scheduler",
         ),
+        (
+            {"scheduler": {"type": "WarmupLR", "params": {"last_batch_iteration": 3}}},
+            "refused: last_batch_iteration must be -1; resume with the schedule's state_dict",
+        ),
         ({"scheduler": {"type": "WarmupDecayLR", "params": {}}}, "scheduler.params = {}: refused: WarmupDecayLR needs"),
         ({"scheduler": {"type": "WarmupDecayLR"}}, 'scheduler.type = "WarmupDecayLR": refused: WarmupDecayLR needs'),
         ({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}}, "there is no nvme_path"),
@@ -273,15 +277,27 @@ def test_schedules_have_deepspeeds_rates() -> None:
     assert cosine == pytest.approx([0, 0, 0.05, middle, 1e-5, 1e-5, 1e-5])
 
 
-def test_the_decay_of_adam_is_deepspeeds() -> None:
-    for kind, params, expected in (
-        ("Adam", {}, torch.optim.AdamW), ("AdamW", {}, torch.optim.AdamW),
-        ("Adam", {"adam_w_mode": False}, torch.optim.Adam),
+def test_absent_parameters_of_schedules_are_deepspeeds() -> None:
+    """WarmupLR rises to the rate of the optimizer, WarmupDecayLR to 0.001."""
+    assert rates("WarmupLR", {"warmup_num_steps": 2}, 3) == pytest.approx([0, 0, 0.1])
+    assert rates("WarmupLR", {}, 3)[2] == pytest.approx(0.1 * math.log(2) / math.log(1000))
+    assert rates("WarmupDecayLR", {"warmup_num_steps": 2, "total_num_steps": 9}, 3) == pytest.approx([0, 0, 0.001])
+
+
+def test_absent_parameters_of_optimizers_are_deepspeeds() -> None:
+    adam = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
+    lion = {"lr": 1e-3, "betas": (0.9, 0.999), "weight_decay": 0.0}
+    for kind, params, expected, defaults in (
+        ("Adam", {}, torch.optim.AdamW, adam), ("AdamW", {}, torch.optim.AdamW, adam),
+        ("Adam", {"adam_w_mode": False}, torch.optim.Adam, adam),
+        ("AdamW", {"torch_adam": True}, torch.optim.AdamW, adam | {"weight_decay": 0.01}),
+        ("Adam", {"torch_adam": True, "adam_w_mode": False}, torch.optim.Adam, adam),
+        ("Lion", {}, zs.optim.Lion, lion), ("Adagrad", {}, torch.optim.Adagrad, {"lr": 1e-2, "eps": 1e-10}),
     ):  # fmt: skip
         made = from_deepspeed({"optimizer": {"type": kind, "params": params}}).make_optimizer
         assert made is not None
         optimizer = made([torch.nn.Parameter(torch.zeros(1))])
-        assert type(optimizer) is expected and optimizer.defaults["weight_decay"] == 0.0
+        assert type(optimizer) is expected and optimizer.defaults.items() >= defaults.items()
 
 
 def test_the_command_says_what_becomes_of_each_key(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:

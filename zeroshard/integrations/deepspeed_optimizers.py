@@ -6,6 +6,7 @@ Owns their classes, defaults and formulas, which are DeepSpeed's. `deepspeed.py`
 import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
 from typing import Any, Final
 
 import torch
@@ -17,6 +18,26 @@ __all__ = ["optimizer_of", "scheduler_of"]
 
 KERNELS: Final = frozenset("torch_adam adam_w_mode fp32_optimizer_states set_grad_none cuda_aware".split())
 """Parameters of DeepSpeed's optimizers that choose kernels."""
+SCHEDULES: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
+    {
+        "WarmupLR": MappingProxyType(
+            {"warmup_num_steps": 1000, "warmup_type": "log", "warmup_min_lr": 0.0, "warmup_max_lr": None}
+        ),
+        "WarmupDecayLR": MappingProxyType(
+            {
+                "warmup_num_steps": 1000, "warmup_type": "log", "warmup_min_lr": 0.0, "warmup_max_lr": 0.001,
+                "total_num_steps": None,
+            }
+        ),
+        "WarmupCosineLR": MappingProxyType(
+            {
+                "warmup_num_steps": 1000, "warmup_type": "log", "warmup_min_ratio": 0.0, "cos_min_ratio": 0.0001,
+                "total_num_steps": None,
+            }
+        ),
+    }
+)  # fmt: skip
+"""Parameters of DeepSpeed's schedules with their defaults; a rate of None is the optimizer's."""
 AUTO: Final = "'auto': write a value, or pass args=TrainingArguments(...), which gives it."
 
 
@@ -36,9 +57,10 @@ def optimizer_of(name: str, asked: Mapping[str, Any]) -> Callable[[Iterable[Any]
     if kind in ("adam", "adamw"):
         is_decoupled = kind == "adamw" or given.get("adam_w_mode", True)
         cls: Any = torch.optim.AdamW if is_decoupled else torch.optim.Adam
-        options = {"weight_decay": 0.0, **options}  # the default of DeepSpeed's Adam, whichever its decay
+        if not given.get("torch_adam", False):
+            options = {"weight_decay": 0.0, **options}  # the default of DeepSpeed's Adam, whichever its decay
     elif kind == "lion":
-        cls = zs.optim.Lion
+        cls, options = zs.optim.Lion, {"lr": 1e-3, "betas": (0.9, 0.999), **options}  # DeepSpeed's defaults
     elif kind in ("lamb", "muon", "muadam", "muadamw", "musgd") or "bit" in kind:
         raise ValueError(
             f"optimizer.type: {name!r} of DeepSpeed has no equal here (zs.optim.Lamb and zs.optim.Muon have other "
@@ -64,21 +86,22 @@ def scheduler_of(name: str, given: Mapping[str, Any]) -> Callable[[torch.optim.O
     Raises:
         ValueError: the schedule is another one, or a parameter is unknown.
     """
-    if name not in ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR"):
+    if name not in SCHEDULES:
         raise ValueError(f"scheduler.type: {name!r}; use a scheduler of torch.optim.lr_scheduler, and leave this out.")
-    known = {"warmup_num_steps", "warmup_type", "total_num_steps", "last_batch_iteration"}
-    is_cosine = name == "WarmupCosineLR"
-    known |= {"warmup_min_ratio", "cos_min_ratio"} if is_cosine else {"warmup_min_lr", "warmup_max_lr"}
-    if unknown := sorted(given.keys() - known):
+    params = {**SCHEDULES[name], **given}
+    if params.pop("last_batch_iteration", -1) != -1:
+        raise ValueError("scheduler.params: last_batch_iteration must be -1; resume with the schedule's state_dict.")
+    if unknown := sorted(params.keys() - SCHEDULES[name].keys()):
         raise ValueError(f"scheduler.params: {name} does not take {', '.join(unknown)}.")
-    if "auto" in given.values():
+    if "auto" in params.values():
         raise ValueError(f"scheduler.params: {AUTO}")
-    if name != "WarmupLR" and "total_num_steps" not in given:
+    if name != "WarmupLR" and params["total_num_steps"] is None:
         raise ValueError(f"scheduler.params: {name} needs total_num_steps.")
-    warmup, total = max(2, given.get("warmup_num_steps", 1000)), given.get("total_num_steps", 0)
+    # releases before 0.19.6 take a warm-up of 0 steps, as 2
+    warmup, total = max(2, params["warmup_num_steps"]), params.get("total_num_steps", 0)
 
     def risen(step: int) -> float:
-        return step / warmup if given.get("warmup_type", "log") == "linear" else math.log(step + 1) / math.log(warmup)
+        return step / warmup if params["warmup_type"] == "linear" else math.log(step + 1) / math.log(warmup)
 
     def gamma(step: int) -> float:
         if step < warmup:
@@ -86,18 +109,19 @@ def scheduler_of(name: str, given: Mapping[str, Any]) -> Callable[[torch.optim.O
         return 1.0 if name == "WarmupLR" else max(0.0, (total - step) / max(1.0, total - warmup))
 
     def ratio(calls: int) -> float:
-        step, least = calls - 1, given.get("warmup_min_ratio", 0.0)
+        step, least = calls - 1, params["warmup_min_ratio"]
         if step < 0:
             return 0.0
         if step < warmup:
             return float(least + risen(step) * (1.0 - least))
-        lowest, part = given.get("cos_min_ratio", 0.0001), min(1.0, (step - warmup + 1) / max(1, total - warmup))
+        lowest, part = params["cos_min_ratio"], min(1.0, (step - warmup + 1) / max(1, total - warmup))
         return float(max(0.0, lowest + (1.0 - lowest) * (1 + math.cos(math.pi * part)) / 2))
 
     def make(optimizer: torch.optim.Optimizer) -> LambdaLR:
-        if is_cosine:
+        if name == "WarmupCosineLR":
             return LambdaLR(optimizer, ratio)
-        least, most = given.get("warmup_min_lr", 0.0), given.get("warmup_max_lr", 0.001)
+
+        least, most = params["warmup_min_lr"], params["warmup_max_lr"]
         for group in optimizer.param_groups:
             group["lr"] = group["initial_lr"] = group["lr"] if most is None else most
 
