@@ -130,6 +130,7 @@ def test_what_the_arguments_leave_open_stays_auto(tmp_path: Path) -> None:
         from_deepspeed(config, args=args)
     args.max_steps = 8
     assert from_deepspeed(config, args=args).make_scheduler is not None
+    from_deepspeed({"optimizer": {"type": "AdamW", "params": {"betas": (0.9, 0.999)}}}, args=args)
     with pytest.raises(ValueError, match=r"gradient_clipping is 2.0, and the arguments say 1.0"):
         from_deepspeed({"gradient_clipping": 2.0}, args=args)
 
@@ -185,6 +186,7 @@ def test_an_absent_batch_follows_from_the_others(
         ({"zero_optimization": {"stage": 2, "cpu_offload": True, "offload_param": {"device": "cpu"}}},
          {"stage": 2, "offload": zs.Offload()}),
         ({"zero_optimization": {"stage": 3, "mics_shard_size": 2}}, {"stage": 3, "mesh": 4}),
+        ({"zero_optimization": {"stage": 3, "mics_shard_size": -1}}, {"stage": 3}),
         ({"gradient_allreduce_op": "sum"}, {"stage": 0, "reduction": "sum"}),
         ({"activation_checkpointing": {"cpu_checkpointing": True}}, {"stage": 0, "activations": "recompute+offload"}),
     ],
@@ -202,7 +204,9 @@ def test_values_are_arguments_of_shard(config: dict[str, Any], options: dict[str
         ),
         ({"zero_optimization": {"overlap_com": True}}, "0.19.8; did you mean zero_optimization.overlap_comm"),
         ({"overlap_comm": True}, "0.19.8; did you mean zero_optimization.overlap_comm?"),
-        ({"zero_optimization": 3}, "zero_optimization = 3: refused"),
+        ({"zero_optimization": 3}, "zero_optimization = 3: refused: it takes an object"),
+        ({"zero_optimization": {"offload_param": "cpu"}}, 'offload_param = "cpu": refused: it takes an object'),
+        ({"zero_optimization": {"mics_shard_size": 0}}, "mics_shard_size=0 must divide the ranks"),
         ({"zero_optimization": {"stage": "3"}}, "zero_optimization.stage must be int; got '3'"),
         ({"zero_optimization": {"stage": 4}}, "zero_optimization.stage: "),
         ({"zero_optimization": {"zero_quantized_weights": True}}, "messages are not quantized"),
@@ -230,6 +234,15 @@ def test_values_are_arguments_of_shard(config: dict[str, Any], options: dict[str
             {"scheduler": {"type": "WarmupLR", "params": {"last_batch_iteration": 3}}},
             "refused: last_batch_iteration must be -1; resume with the schedule's state_dict",
         ),
+        (
+            {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": None}}},
+            "refused: warmup_num_steps must be an integer of at least 0; got None",
+        ),
+        ({"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "10"}}}, "at least 0; got '10'"),
+        (
+            {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": [0.1, "0.2"]}}},
+            "refused: warmup_max_lr must be a number (or a list, one for each group) of at least 0; got [0.1, '0.2']",
+        ),
         ({"scheduler": {"type": "WarmupDecayLR", "params": {}}}, "scheduler.params = {}: refused: WarmupDecayLR needs"),
         ({"scheduler": {"type": "WarmupDecayLR"}}, 'scheduler.type = "WarmupDecayLR": refused: WarmupDecayLR needs'),
         ({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}}, "there is no nvme_path"),
@@ -246,9 +259,11 @@ def test_what_cannot_be_read_is_one_error(config: dict[str, Any], text: str) -> 
 def test_what_is_off_is_not_refused() -> None:
     off = {
         "tensor_parallel": {"autotp_size": 1}, "hybrid_engine": {"enabled": False}, "sparse_gradients": False,
-        "sequence_parallel_size": 1, "zero_optimization": {"zero_hpz_partition_size": 1},
+        "sequence_parallel_size": 1, "scheduler": None,
+        "zero_optimization": {"zero_hpz_partition_size": 1, "offload_optimizer": None, "offload_param": None},
     }  # fmt: skip
     assert {one.way for one in notes_of(off)} == {"without meaning"}
+    assert from_deepspeed(off | {"optimizer": None}).options == {"stage": 0}
 
 
 def rates(name: str, params: dict[str, Any], steps: int) -> list[float]:
@@ -282,6 +297,28 @@ def test_absent_parameters_of_schedules_are_deepspeeds() -> None:
     assert rates("WarmupLR", {"warmup_num_steps": 2}, 3) == pytest.approx([0, 0, 0.1])
     assert rates("WarmupLR", {}, 3)[2] == pytest.approx(0.1 * math.log(2) / math.log(1000))
     assert rates("WarmupDecayLR", {"warmup_num_steps": 2, "total_num_steps": 9}, 3) == pytest.approx([0, 0, 0.001])
+
+
+def test_schedules_take_rates_of_zero_and_of_each_group() -> None:
+    assert rates("WarmupLR", {"warmup_max_lr": 0, "warmup_num_steps": 2}, 3) == [0, 0, 0]
+    down = {"warmup_min_lr": 0.4, "warmup_max_lr": [0], "warmup_num_steps": 4, "warmup_type": "linear"}
+    assert rates("WarmupLR", down, 7) == pytest.approx([0.4, 0.4, 0.3, 0.2, 0.1, 0, 0])
+    groups = [{"params": [torch.nn.Parameter(torch.zeros(1))]} for _ in range(2)]
+    optimizer = torch.optim.SGD(groups, lr=0.1)
+
+    def schedule(most: list[float]) -> Any:
+        params = {"warmup_max_lr": most, "warmup_num_steps": 2}
+        made = from_deepspeed({"scheduler": {"type": "WarmupLR", "params": params}}).make_scheduler
+        assert made is not None
+        return made(optimizer)
+
+    scheduler = schedule([0.2, 0.6])
+    for _ in range(2):
+        optimizer.step()
+        scheduler.step()
+    assert scheduler.get_last_lr() == [0.2, 0.6]
+    with pytest.raises(ValueError, match="warmup_max_lr has 3 rates, and the optimizer 2 groups"):
+        schedule([0.2, 0.6, 0.8])
 
 
 def test_absent_parameters_of_optimizers_are_deepspeeds() -> None:

@@ -25,8 +25,7 @@ __all__ = ["DeepSpeed", "Note", "from_deepspeed", "notes_of", "read"]
 DTYPES: Final = MappingProxyType(
     {"fp16": torch.float16, "bf16": torch.bfloat16, "bfp16": torch.bfloat16, "fp32": torch.float32}
 )
-SECTIONS: Final = frozenset(key.partition(".")[0] for key in KEYS if "." in key)
-OFFLOADS: Final = frozenset(["zero_optimization.offload_optimizer", "zero_optimization.offload_param"])
+SECTIONS: Final = frozenset(key.rpartition(".")[0] for key in KEYS if "." in key)
 
 
 @final
@@ -151,12 +150,13 @@ def notes_of(config: Mapping[str, Any]) -> Iterator[Note]:
     values = dict(_flat(config))
     faults = {**_faults(values, "optimizer", optimizer_of), **_faults(values, "scheduler", scheduler_of)}
     for key, value in values.items():
-        way, why = KEYS.get(key) or ("refused", f"unknown to DeepSpeed 0.19.8{_nearest(key)}")
+        unknown = "it takes an object" if key in SECTIONS else f"unknown to DeepSpeed 0.19.8{_nearest(key)}"
+        way, why = KEYS.get(key) or ("refused", unknown)
         if key in faults:
             yield Note(key, value, "refused", faults[key])
         elif value == "auto" and way != "without meaning":
             yield Note(key, value, "refused", "write a value, or pass args=TrainingArguments(...), which gives it")
-        elif way == "refused" and key in KEYS and _is_off(key, value):
+        elif (key in SECTIONS and value is None) or (way == "refused" and key in KEYS and _is_off(key, value)):
             yield Note(key, value, "without meaning", "off, or without effect")
         else:
             yield Note(key, value, way, why)
@@ -188,8 +188,7 @@ def _flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
     """Yield keys with their values; sections that stand for all of their keys are values."""
     for name, value in config.items():
         key = prefix + ("bf16" if name == "bfloat16" and not prefix else str(name))
-        is_section = (key in SECTIONS or key in OFFLOADS) and key not in KEYS
-        if is_section and isinstance(value, Mapping):
+        if key in SECTIONS and isinstance(value, Mapping):
             yield from _flat(value, f"{key}.")
         else:
             yield key, value  # a section without keys is not known by its name
@@ -279,8 +278,8 @@ def _options(get: _Values, world_size: int | None) -> dict[str, Any]:
         options["precision"] = precision
     if (offload := _offload(get)) is not None:
         options["offload"] = offload
-    if (size := get.number("zero_optimization.mics_shard_size", int)) is not None:
-        if world_size is None or world_size % size:
+    if (size := get.get("zero_optimization.mics_shard_size", int, -1)) != -1:  # DeepSpeed's default
+        if world_size is None or size < 1 or world_size % size:
             raise ValueError(f"zero_optimization.mics_shard_size={size} must divide the ranks; there are {world_size}.")
         options["mesh"] = world_size // size
     if (op := get.get("gradient_allreduce_op", str)) is not None:

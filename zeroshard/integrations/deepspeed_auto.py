@@ -64,7 +64,7 @@ def filled(config: Mapping[str, Any], args: Any, ranks: int) -> Mapping[str, Any
                 found[name] = fill(value, f"{key}.")
                 continue
             found[name] = known[key] if value == "auto" and known.get(key) is not None else value
-            if value != "auto" and key in equal and value != equal[key]:
+            if value != "auto" and key in equal and (list(value) if isinstance(value, tuple) else value) != equal[key]:
                 wrong.append(
                     f"{key} is {value!r}, and the arguments say {equal[key]!r}: write 'auto', or the same in both"
                 )

@@ -97,6 +97,8 @@ def scheduler_of(name: str, given: Mapping[str, Any]) -> Callable[[torch.optim.O
         raise ValueError(f"scheduler.params: {AUTO}")
     if name != "WarmupLR" and params["total_num_steps"] is None:
         raise ValueError(f"scheduler.params: {name} needs total_num_steps.")
+    for key, value in params.items():
+        _check(key, value)
     # releases before 0.19.6 take a warm-up of 0 steps, as 2
     warmup, total = max(2, params["warmup_num_steps"]), params.get("total_num_steps", 0)
 
@@ -121,14 +123,34 @@ def scheduler_of(name: str, given: Mapping[str, Any]) -> Callable[[torch.optim.O
         if name == "WarmupCosineLR":
             return LambdaLR(optimizer, ratio)
 
-        least, most = params["warmup_min_lr"], params["warmup_max_lr"]
-        for group in optimizer.param_groups:
-            group["lr"] = group["initial_lr"] = group["lr"] if most is None else most
+        def factor_of(least: float, most: float, base: float) -> Callable[[int], float]:
+            return lambda calls: (least + (most - least) * gamma(calls - 1) if calls else least) / base
 
-        def factor_of(rate: float) -> Callable[[int], float]:
-            return lambda calls: (least + (rate - least) * gamma(calls - 1)) / rate if calls else least / rate
-
-        factors = [factor_of(group["lr"]) for group in optimizer.param_groups]
+        groups, factors = optimizer.param_groups, []
+        ends = [_spread(key, params[key], len(groups)) for key in ("warmup_min_lr", "warmup_max_lr")]
+        for group, least, most in zip(groups, *ends, strict=True):
+            most = group["lr"] if most is None else most
+            group["lr"] = group["initial_lr"] = most or 1.0  # LambdaLR multiplies it
+            factors.append(factor_of(least, most, group["lr"]))
         return LambdaLR(optimizer, factors)
 
     return make
+
+
+def _check(key: str, value: Any) -> None:
+    """Raise unless a value is one of its parameter."""
+    if key == "warmup_type" or (key == "warmup_max_lr" and value is None):
+        return
+    kind, is_rate = int if key == "warmup_num_steps" else int | float, key.endswith("_lr")
+    values = value if is_rate and isinstance(value, list | tuple) else [value]
+    if not all(isinstance(one, kind) and type(one) is not bool and one >= 0 for one in values):
+        wanted = ("an integer" if kind is int else "a number") + (" (or a list, one for each group)" if is_rate else "")
+        raise ValueError(f"scheduler.params: {key} must be {wanted} of at least 0; got {value!r}.")
+
+
+def _spread(key: str, value: Any, count: int) -> list[Any]:
+    """Return the values of the groups of an optimizer."""
+    values = list(value) if isinstance(value, list | tuple) else [value] * count
+    if len(values) != count:
+        raise ValueError(f"scheduler.params: {key} has {len(values)} rates, and the optimizer {count} groups.")
+    return values
