@@ -266,6 +266,17 @@ def test_what_is_off_is_not_refused() -> None:
     assert from_deepspeed(off | {"optimizer": None}).options == {"stage": 0}
 
 
+def test_a_file_without_clipping_clips_at_deepspeeds_default(tmp_path: Path) -> None:
+    assert [from_deepspeed(one).max_norm for one in ({}, {"gradient_clipping": 0.0})] == [1.0, None]
+    path = tmp_path / "ds.json"
+    path.write_text("{}")
+    args = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
+    assert from_deepspeed(path, args=args).max_norm == 1.0
+    args.max_grad_norm = 0.5
+    with pytest.raises(ValueError, match=r"gradient_clipping is 1.0, and the arguments say 0.5: write 'auto'"):
+        from_deepspeed(path, args=args)
+
+
 def rates(name: str, params: dict[str, Any], steps: int) -> list[float]:
     """Return the rates of the steps of a training."""
     made = from_deepspeed({"scheduler": {"type": name, "params": params}}).make_scheduler
@@ -347,7 +358,8 @@ def test_the_command_says_what_becomes_of_each_key(tmp_path: Path, monkeypatch: 
     assert capsys.readouterr().out == (
         "zero_optimization.stage = 2: honoured: stage= of zs.shard\n"
         "zero_optimization.overlap_comm = true: without meaning: messages and computing overlap always\n"
-        "bf16.enabled = true: translated: precision='bf16', with fp32 masters\n\n"
+        "bf16.enabled = true: translated: precision='bf16', with fp32 masters\n"
+        "gradient_clipping = 1.0: honoured: the attribute max_norm, for clip_grad_norm_; 1.0 where it is absent\n\n"
         "zs.shard(model, optimizer, stage=2, precision='bf16')\n"
     )
     for text, wanted in (

@@ -51,7 +51,7 @@ class DeepSpeed:
         options: arguments of `zs.shard`.
         micro_batch, accumulation, batch: rows of a forward on a rank, backwards of a step, rows of a step; None where
             the configuration leaves them open.
-        max_norm: for `torch.nn.utils.clip_grad_norm_`; None without clipping.
+        max_norm: for `torch.nn.utils.clip_grad_norm_`: 1.0 where it is absent, None where it is 0.
         make_optimizer: of parameters or groups; None without a section "optimizer".
         make_scheduler: of an optimizer; None without a section "scheduler".
         notes: what became of each key.
@@ -120,13 +120,13 @@ def from_deepspeed(
 
 
 def read(source: str | Path | Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a configuration as a mapping.
+    """Return a configuration as a mapping, with the clipping of DeepSpeed 0.19.8 where it has none.
 
     Raises:
         ValueError: a file is no JSON object, or has a key twice.
     """
     if isinstance(source, Mapping):
-        return source
+        return {**source, "gradient_clipping": source.get("gradient_clipping", 1.0)}
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         if len({name for name, _ in pairs}) < len(pairs):
@@ -139,7 +139,7 @@ def read(source: str | Path | Mapping[str, Any]) -> Mapping[str, Any]:
         raise ValueError(f"{source} is not JSON: {error}.") from None
     if not isinstance(found, dict):
         raise ValueError(f"{source} is no configuration: it has a {type(found).__name__}, not an object.")
-    return found
+    return read(found)
 
 
 # -- keys -------------------------------------------------------------------------------------------------------------

@@ -72,5 +72,7 @@ def filled(config: Mapping[str, Any], args: Any, ranks: int) -> Mapping[str, Any
 
     result = fill({"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto"} | dict(config))
     if wrong:
-        raise ValueError("DeepSpeed's configuration is not that of TrainingArguments:\n  " + "\n  ".join(wrong))
+        raise ValueError(
+            "DeepSpeed's configuration, with its defaults, is not that of TrainingArguments:\n  " + "\n  ".join(wrong)
+        )
     return result

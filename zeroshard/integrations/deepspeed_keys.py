@@ -33,7 +33,10 @@ KEYS: Final[Mapping[str, tuple[Way, str]]] = MappingProxyType(
         "gradient_accumulation_steps": ("honoured", "the attribute accumulation: backwards of a step"),
         "check_overflow": ("without meaning", "gradients that are not finite are always found"),
         "managed_gradient_accumulation": ("translated", "backward() for each micro-batch, then optimizer.step() once"),
-        "gradient_clipping": ("honoured", "the attribute max_norm, for torch.nn.utils.clip_grad_norm_"),
+        "gradient_clipping": (
+            "honoured",
+            "the attribute max_norm, for clip_grad_norm_; 1.0 where it is absent",
+        ),
         "dataloader_drop_last": ("without meaning", _DATA),
         # reductions
         "prescale_gradients": ("without meaning", "gradients are divided before they are sent, in their own dtype"),
