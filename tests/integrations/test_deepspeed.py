@@ -67,6 +67,7 @@ def read_alike(config: dict[str, Any], folder: str) -> DeepSpeed:
     args = TrainingArguments(
         folder, per_device_train_batch_size=micro_batch, gradient_accumulation_steps=accumulation, max_steps=3,
         use_cpu=True, report_to=[],
+        lr_scheduler_type={"WarmupLR": "constant_with_warmup"}.get(config.get("scheduler", {}).get("type"), "linear"),
     )  # fmt: skip
     for name in ("fp16", "bf16"):  # which TrainingArguments refuses on a CPU
         setattr(args, name, config.get(name, {}).get("enabled") is True)
@@ -124,13 +125,14 @@ def test_published_files_say_why_not(end: str, tmp_path: Path) -> None:
 
 
 def test_what_the_arguments_leave_open_stays_auto(tmp_path: Path) -> None:
-    config = {"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto"}}}
+    params = dict.fromkeys(("total_num_steps", "warmup_num_steps", "warmup_max_lr"), "auto")
+    config = {"scheduler": {"type": "WarmupDecayLR", "params": params}}
     args = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[], warmup_steps=2)
     with pytest.raises(ValueError, match="refused: 'auto'"):
         from_deepspeed(config, args=args)
     args.max_steps = 8
     assert from_deepspeed(config, args=args).make_scheduler is not None
-    from_deepspeed({"optimizer": {"type": "AdamW", "params": {"betas": (0.9, 0.999)}}}, args=args)
+    from_deepspeed({"optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": (0.9, 0.999)}}}, args=args)
     with pytest.raises(ValueError, match=r"gradient_clipping is 2.0, and the arguments say 1.0"):
         from_deepspeed({"gradient_clipping": 2.0}, args=args)
 
@@ -275,6 +277,32 @@ def test_a_file_without_clipping_clips_at_deepspeeds_default(tmp_path: Path) -> 
     args.max_grad_norm = 0.5
     with pytest.raises(ValueError, match=r"gradient_clipping is 1.0, and the arguments say 0.5: write 'auto'"):
         from_deepspeed(path, args=args)
+
+
+@pytest.mark.parametrize(
+    ("section", "kind", "params", "text"),
+    [
+        ("optimizer", "SGD", {"lr": "auto"}, "the file has SGD, and optim='adamw_torch' makes AdamW: write the"),
+        ("optimizer", "Adam", {"lr": "auto", "adam_w_mode": False}, "the file has Adam, and optim='adamw_torch' makes"),
+        ("optimizer", "AdamW", {}, "AdamW of the file has lr=0.001, and that of the arguments 5e-05"),
+        ("optimizer", "AdamW", {"lr": "auto", "amsgrad": True}, "AdamW of the file has amsgrad=True, and that of the"),
+        ("scheduler", "WarmupLR", {}, "the file has WarmupLR, and lr_scheduler_type='linear' is another: write"),
+        ("scheduler", "WarmupCosineLR", {"total_num_steps": 8}, "is another: leave the section out"),
+        ("scheduler", "WarmupDecayLR", {"total_num_steps": 9}, "total_num_steps is 9, and the arguments say 8"),
+        ("scheduler", "WarmupDecayLR", {"total_num_steps": 8, "warmup_max_lr": "auto"},
+         "WarmupDecayLR without warmup_num_steps has 1000, and the arguments say 2: write warmup_num_steps: 'auto'"),
+        ("scheduler", "WarmupDecayLR", {"total_num_steps": 8, "warmup_min_lr": 1e-6}, "warmup_min_lr is 1e-06, and"),
+        ("scheduler", "WarmupDecayLR", {"total_num_steps": 8, "warmup_type": "log"}, "warmup_type is 'log', and the"),
+    ],
+)  # fmt: skip
+def test_a_trainer_must_make_the_files_optimizer_and_schedule(
+    section: str, kind: str, params: dict[str, Any], text: str, tmp_path: Path
+) -> None:
+    args = TrainingArguments(
+        str(tmp_path), use_cpu=True, report_to=[], max_steps=8, warmup_steps=2, optim="adamw_torch"
+    )  # fmt: skip
+    with pytest.raises(ValueError, match=re.escape(text)):
+        from_deepspeed({section: {"type": kind, "params": params}}, args=args)
 
 
 def rates(name: str, params: dict[str, Any], steps: int) -> list[float]:

@@ -15,7 +15,7 @@ from typing import Any, Final, final
 import torch
 
 import zeroshard as zs
-from zeroshard.integrations.deepspeed_auto import filled
+from zeroshard.integrations.deepspeed_auto import check_trainer, filled
 from zeroshard.integrations.deepspeed_keys import KEYS, Way
 from zeroshard.integrations.deepspeed_optimizers import optimizer_of, scheduler_of
 from zeroshard.table.stages import row_of_stage
@@ -74,7 +74,8 @@ def from_deepspeed(
 
     Args:
         source: a JSON file, or its contents as a mapping.
-        args: TrainingArguments of Transformers, which give the values of "auto", and must agree with the others.
+        args: TrainingArguments of Transformers, which give the values of "auto", and must agree with the others: a
+            Trainer makes its optimizer and schedule of them.
         world_size: the ranks that divide a batch; by default those of `args`, or of the process group.
 
     Raises:
@@ -107,13 +108,16 @@ def from_deepspeed(
     clipping = get.number("gradient_clipping", float)
     optimizer, scheduler = (get.get(f"{section}.type", str) for section in ("optimizer", "scheduler"))
     given = {section: get.get(f"{section}.params", Mapping, {}) for section in ("optimizer", "scheduler")}
+    make_optimizer = None if optimizer is None else optimizer_of(optimizer, given["optimizer"])
+    if args is not None:
+        check_trainer(make_optimizer, scheduler, given["scheduler"], args)
     return DeepSpeed(
         _options(get, world_size),
         micro_batch,
         accumulation,
         batch,
         clipping or None,
-        None if optimizer is None else optimizer_of(optimizer, given["optimizer"]),
+        make_optimizer,
         None if scheduler is None else scheduler_of(scheduler, given["scheduler"]),
         tuple(notes),
     )
