@@ -391,7 +391,8 @@ def test_the_command_says_what_becomes_of_each_key(tmp_path: Path, monkeypatch: 
         "zs.shard(model, optimizer, stage=2, precision='bf16')\n"
     )
     for text, wanted in (
-        ('{"amp": {"enabled": true}}', "amp"),
+        ('{"zero_optimization": {"stage": 2}, "amp": {"enabled": true}}', "amp"),
+        ('{"zero_optimization": {"stage": 2}, "train_batch_size": 8}', "whose number is not known"),
         ('{"a": 1, "a": 2}', "a key twice"),
         ("[]", "a list"),
         ('{"a": ', f"{path} is not JSON"),
@@ -401,7 +402,8 @@ def test_the_command_says_what_becomes_of_each_key(tmp_path: Path, monkeypatch: 
         with pytest.raises(SystemExit) as ended:
             cli.main()
         assert ended.value.code
-        assert wanted in capsys.readouterr().err
+        said = capsys.readouterr()
+        assert wanted in said.err and not said.out
 
 
 def test_the_program_of_the_page_runs() -> None:

@@ -28,16 +28,16 @@ def make_commands(show: Callable[[str], None], fail: Callable[[str | Exception],
         path: Annotated[Path, typer.Argument(help="DeepSpeed's JSON.")],
         ranks: Annotated[int | None, typer.Option(help="Number of processes, to check batches.", min=1)] = None,
     ) -> None:
-        """Say what becomes of each key, and print the arguments of zs.shard; exit with 2 if a key is refused."""
-        from zeroshard.integrations.deepspeed import from_deepspeed, notes_of, read
+        """Say what becomes of each key, with the arguments of zs.shard; or only what is refused, and exit with 2."""
+        from zeroshard.integrations.deepspeed import from_deepspeed
 
         try:
-            for one in notes_of(read(path)):
-                show(str(one))
             found = from_deepspeed(path, world_size=ranks)
         except (ValueError, OSError) as error:
             fail(error)
             return
+        for one in found.notes:
+            show(str(one))
         options = ", ".join(f"{name}={value!r}" for name, value in found.options.items())
         show(f"\nzs.shard(model, optimizer, {options})")
 
