@@ -15,7 +15,7 @@ from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.callbacks import BaseFinetuning, ModelCheckpoint
 from lightning.pytorch.plugins import AsyncCheckpointIO
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, WeightedRandomSampler
 
 import zeroshard.integrations.lightning
 from tests.contract.blocks import examples, run_block
@@ -66,7 +66,9 @@ def run_fabric(
     scheduler, loader = torch.optim.lr_scheduler.StepLR(optimizer, 2), fabric.setup_dataloaders(batches(0, 8 * steps))
     state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "step": 0}
     if is_resumed:
+        generator = torch.get_rng_state()
         assert fabric.load(f"{folder}/middle", state) == {}
+        assert torch.equal(torch.get_rng_state(), generator)  # as with DDP: samplers may draw alike on all ranks
         assert state["step"] == steps // 2
     told: list[Any] = []
     for number, batch in enumerate(loader):
@@ -308,6 +310,36 @@ def test_a_checkpoint_is_evaluated_without_a_training_before(tmp_path: Path) -> 
     whole = run_ranks(run_trainer, 2, 1, str(tmp_path), None, 4, False, timeout_s=TIMEOUT_S)
     alone = run_ranks(evaluate_alone, 2, str(tmp_path), timeout_s=TIMEOUT_S)
     assert alone == [found["tested"][0] for found in whole]
+
+
+class Drawing(Task):
+    """Draws from torch's generator as dropout of texts of different lengths does: unlike on each rank."""
+
+    def training_step(self, batch: torch.Tensor, number: int) -> torch.Tensor:
+        torch.rand(1 + self.global_rank)
+        return super().training_step(batch, number)
+
+
+def resume_in_an_epoch(stage: int | None, folder: str) -> list[float]:
+    """Train with a sampler that draws from torch's generator on each rank; return the losses of the resumed epoch."""
+    os.environ["TORCHELASTIC_RUN_ID"] = "tests"
+    options = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    for steps, path in ((3, None), (6, f"{folder}/last.ckpt")):
+        saves = ModelCheckpoint(folder, save_last=True, every_n_train_steps=3)
+        strategy = "ddp" if stage is None else ZeroStrategy(zero(stage))
+        trainer = lightning.Trainer(**MEMBERS, **options, strategy=strategy, max_steps=steps, callbacks=[saves])
+        task, samples = Drawing(), batches(0, 16).dataset
+        seed(11)
+        sampler = WeightedRandomSampler([1.0] * len(samples), len(samples), replacement=False)
+        trainer.fit(task, DataLoader(samples, 2, sampler=sampler), ckpt_path=path)
+    return task.losses
+
+
+def test_a_resume_leaves_generators_as_ddp_does(tmp_path: Path) -> None:
+    expected, found = (
+        run_ranks(resume_in_an_epoch, 2, stage, str(tmp_path / str(stage)), timeout_s=TIMEOUT_S) for stage in (None, 2)
+    )
+    assert found == expected
 
 
 class TwoNets(lightning.LightningModule):

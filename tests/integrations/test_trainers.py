@@ -129,6 +129,29 @@ def test_a_stopped_training_resumes_to_the_bit(tmp_path: Path) -> None:
             ]  # fmt: skip
 
 
+class Drawing(transformers.TrainerCallback):
+    """Draws from torch's generator as dropout of texts of different lengths does: unlike on each rank."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        torch.rand(1 + args.process_index)
+
+
+def resume_in_an_epoch(folder: Path) -> list[Made]:
+    """Train an epoch, and its last step again; its order is drawn from torch's generator on each rank."""
+    found = []
+    for resumes in (None, str(folder / "checkpoint-3")):
+        trainer = trainer_of(3, folder, **SAVING, train_sampling_strategy="group_by_length", max_steps=4)
+        trainer.add_callback(Drawing())
+        trainer.train(resume_from_checkpoint=resumes)
+        found.append(found_in(trainer))
+    return found
+
+
+def test_a_resume_leaves_generators_alike_until_the_order_is_drawn(tmp_path: Path) -> None:
+    for whole, resumed in run_ranks(resume_in_an_epoch, 2, tmp_path, timeout_s=TIMEOUT_S):
+        assert_equal(resumed, whole)
+
+
 def save_and_choose(stage: int, folder: Path) -> tuple[Made, str, float]:
     """Train with the best model loaded at the end, and save it; return it, its folder and its evaluation."""
     options = {

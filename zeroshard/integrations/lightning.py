@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import zeroshard as zs
-from zeroshard.integrations.parts import FOLDER, of_step, options_with, remove_others, save_in
+from zeroshard.integrations.parts import FOLDER, load_in, of_step, options_with, remove_others, save_in
 
 try:
     from lightning.fabric.strategies import DDPStrategy as FabricDDP
@@ -121,7 +121,7 @@ class FabricStrategy(FabricDDP):  # type: ignore[misc]
     ) -> dict[str, Any]:
         """Load a checkpoint into a model, its optimizers and the values of a state. Collective: as `zero.load`."""
         state = {"model": state} if isinstance(state, nn.Module) else state or {}
-        found = dict(self._zero_in(state).load(path).extra)
+        found = load_in(self._zero_in(state), path)
         own = {name for name, one in state.items() if not isinstance(one, nn.Module | torch.optim.Optimizer)}
         if strict and (missing := own - found.keys()):
             raise KeyError(f"{path} has no {sorted(missing)}; it has {sorted(found)}. Pass strict=False to go on.")
@@ -260,7 +260,7 @@ class ZeroStrategy(DDPStrategy):  # type: ignore[misc]
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load parameters and states. Collective: as `zero.load`; every rank must call."""
         if self.zero is not None and (path := of_step(self._loaded, checkpoint["global_step"])) is not None:
-            self.zero.load(path, model_only=not self.optimizers)
+            load_in(self.zero, path, model_only=not self.optimizers)
         elif self.zero is not None:
             with self.zero.gathered(writeback=True):
                 super().load_model_state_dict(checkpoint, strict)

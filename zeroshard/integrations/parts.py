@@ -1,6 +1,7 @@
 """What trainers of other libraries share: methods that run the model, and the folder of zeroshard in their checkpoints.
 
-Owns the name of the folder, and the order in which ranks remove what a killed job left, meet, and save.
+Owns the name of the folder, the order in which ranks remove what a killed job left, meet, and save, and that a load
+leaves random generators to the trainer.
 """
 
 import dataclasses
@@ -15,11 +16,13 @@ import torch
 from torch import nn
 
 import zeroshard as zs
+from zeroshard.checkpoint.generators import read_generators, write_generators
 from zeroshard.checkpoint.whole_model import state_on_first_rank
 
 __all__ = [
     "FOLDER",
     "answering",
+    "load_in",
     "newest_in",
     "of_step",
     "options_with",
@@ -52,6 +55,20 @@ def save_in(zero: zs.Zero, folder: Path, step: int | None = None, extra: Mapping
         shutil.rmtree(path)
     zero.agree(True, "the folder of the checkpoint")
     zero.save(path, extra)
+
+
+def load_in(zero: zs.Zero, path: Path, *, model_only: bool = False) -> dict[str, Any]:
+    """Load a checkpoint, and return its `extra`; random generators stay as they are, as with stock classes.
+
+    Samplers may draw the order of an epoch from generators that must have one state on all ranks until then. A trainer
+    that saves generators restores those of each rank afterwards.
+
+    Collective: as `zero.load`; every rank must call.
+    """
+    generators = read_generators(zero.mesh.device)
+    loaded = zero.load(path, model_only=model_only)
+    write_generators(generators, zero.mesh.device)
+    return dict(loaded.extra)
 
 
 def remove_others(folder: Path, step: int) -> None:

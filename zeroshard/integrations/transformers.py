@@ -17,7 +17,15 @@ import torch
 
 import zeroshard as zs
 from zeroshard.integrations.accelerate import keep_as_is
-from zeroshard.integrations.parts import FOLDER, answering, newest_in, options_with, save_in, whole_on_first_rank
+from zeroshard.integrations.parts import (
+    FOLDER,
+    answering,
+    load_in,
+    newest_in,
+    options_with,
+    save_in,
+    whole_on_first_rank,
+)
 
 try:
     import transformers
@@ -212,7 +220,7 @@ class ZeroMixin(transformers.Trainer if TYPE_CHECKING else object):  # type: ign
                 f"{checkpoint} has no folder '{FOLDER}': a stock Trainer wrote it, or save_only_model=True. Start from "
                 "its weights with from_pretrained(), without resume_from_checkpoint."
             )
-        self.lr_scheduler.load_state_dict(self.zero.load(path).extra["scheduler"])
+        self.lr_scheduler.load_state_dict(load_in(self.zero, path)["scheduler"])
 
     def _load_best_model(self) -> None:
         if self.zero is None:
