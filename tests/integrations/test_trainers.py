@@ -41,14 +41,14 @@ def arguments(folder: Path, **options: Any) -> transformers.TrainingArguments:
     return transformers.TrainingArguments(str(folder), **defaults)
 
 
-def trainer_of(stage: int | None, folder: Path, kind: type = Trainer, **options: Any) -> transformers.Trainer:
-    """Return a Trainer of a small Llama: the stock one for None."""
+def trainer_of(stage: int | None, folder: Path, kind: type | None = None, **options: Any) -> transformers.Trainer:
+    """Return a Trainer of a small Llama: for stage None the stock one, or a class that derives from it."""
     seed(99)
     model = tiny.kinds()["llama"].build()
     given = {"args": arguments(folder, **options), "train_dataset": windows(0), "eval_dataset": windows(32)}
     if stage is None:
-        return transformers.Trainer(model, **given)
-    return kind(model, **given, zero={"stage": stage, "settings": Settings(watchdog_s=WATCHDOG_S)})
+        return (kind or transformers.Trainer)(model, **given)
+    return (kind or Trainer)(model, **given, zero={"stage": stage, "settings": Settings(watchdog_s=WATCHDOG_S)})
 
 
 def found_in(trainer: transformers.Trainer) -> Made:
@@ -92,6 +92,41 @@ def test_clipping_is_global(tmp_path: Path) -> None:
         assert max(plain["grad_norm"]) > 0.5  # clipping takes effect
         for found in sharded:
             assert_close(found, plain, "loss", "grad_norm", "eval_loss")
+
+
+class Own:
+    """Makes an optimizer without the stock class: another one each time, if so told."""
+
+    makes_others = False
+
+    def create_optimizer(self, *_: Any) -> Any:
+        if self.optimizer is None or self.makes_others:
+            self.optimizer = torch.optim.RMSprop(self.model.parameters(), lr=1e-3, momentum=0.5)
+        return self.optimizer
+
+
+def train_with_own_optimizer(folder: Path) -> tuple[Made, Made, str]:
+    found = []
+    for base, stage in ((transformers.Trainer, None), (Trainer, 3)):
+        trainer = trainer_of(stage, folder / str(stage), type("Mine", (Own, base), {}), max_grad_norm=0.0)
+        trainer.train()
+        found.append(found_in(trainer))
+    trainer.makes_others = True
+    with pytest.raises(ValueError) as caught:
+        trainer.train()
+    return found[0], found[1], str(caught.value)
+
+
+def test_the_optimizer_of_a_subclass_is_sharded_once(tmp_path: Path) -> None:
+    for plain, sharded, text in run_ranks(train_with_own_optimizer, 2, tmp_path, timeout_s=TIMEOUT_S):
+        assert_equal(sharded, plain)
+        assert "Mine.train()" in text and "Have it return self.optimizer unless that is None" in text
+
+
+def test_adafactor_of_transformers_has_whole_matrices(tmp_path: Path) -> None:
+    options = {"max_grad_norm": 0.0, "optim": "adafactor"}
+    for plain, sharded in run_ranks(train, 2, [None, 3], tmp_path, options, timeout_s=TIMEOUT_S):
+        assert_equal(sharded, plain)
 
 
 # -- files ------------------------------------------------------------------------------------------------------------

@@ -58,7 +58,7 @@ KEPT: Final = ("stage", "mesh", "precision", "settings")
 
 
 class ZeroMixin(transformers.Trainer if TYPE_CHECKING else object):  # type: ignore[misc]
-    """Shards the model of a Trainer when the optimizer is made; put it before a class that derives from Trainer.
+    """Shards the model of a Trainer once the optimizer is made; put it before a class that derives from Trainer.
 
     Args:
         zero: the arguments of `zs.shard`, such as `{"stage": 3}`. `bf16=True` and `fp16=True` of TrainingArguments are
@@ -127,20 +127,30 @@ class ZeroMixin(transformers.Trainer if TYPE_CHECKING else object):  # type: ign
                     f"{type(self).__name__}(zero=): the model was loaded with {argument}; load it without."
                 )
 
-    def create_optimizer(self, *model: Any) -> torch.optim.Optimizer:
-        """Make the optimizer, and shard the model over all ranks. Collective: as `zs.shard`.
+    def _wrap_model(self, model: torch.nn.Module, training: bool = True, *rest: Any) -> torch.nn.Module:
+        """Shard the model where the stock class wraps it: its optimizer is made, by any `create_optimizer()`."""
+        if training:
+            self._shard()
+        wrapped: torch.nn.Module = super()._wrap_model(model, training, *rest)
+        return wrapped
 
-        Args:
-            model: as in the installed release; Transformers 5.0 has no such argument.
-        """
-        optimizer: torch.optim.Optimizer = super().create_optimizer(*model)
+    def _shard(self) -> None:
+        """Shard the model and its optimizer over all ranks. Collective: as `zs.shard`."""
+        optimizer = getattr(self.optimizer, "optimizer", self.optimizer)  # Accelerate wraps it in the first `train()`
         if self.zero is None or self._sharded is not self.model:
+            if isinstance(optimizer, transformers.Adafactor):  # its norms cover the whole tensor, as torch's
+                zs.optim.whole_matrix(optimizer)
             self._sharded = self.model  # `model_init` makes another one for each `train()`
             self.zero = zs.shard(self.model, optimizer, **self._options())
             keep_as_is(self.model)
             if self.args.torch_compile:  # Accelerate compiles only what it prepares
                 self.model.compile(backend=self.args.torch_compile_backend, mode=self.args.torch_compile_mode)
-        return optimizer
+        elif not any(one is optimizer for one in self.zero.optimizers):
+            raise ValueError(
+                f"{type(self).__name__}.train(): this model is sharded with an earlier optimizer, and "
+                "create_optimizer() made another one. Have it return self.optimizer unless that is None, or make "
+                "another trainer."
+            )
 
     def _options(self) -> dict[str, Any]:
         """Return the arguments of `zs.shard`: values of `on_meta` come from its folder, and ranks may generate texts of
