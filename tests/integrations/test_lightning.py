@@ -312,6 +312,25 @@ def test_a_checkpoint_is_evaluated_without_a_training_before(tmp_path: Path) -> 
     assert alone == [found["tested"][0] for found in whole]
 
 
+def alternate(stage: int | None) -> list[float]:
+    """Train a model, evaluate another one and the first, and train the other one; return evaluations and its losses."""
+    os.environ["TORCHELASTIC_RUN_ID"] = "tests"
+    strategy = "ddp" if stage is None else ZeroStrategy(zero(stage))
+    trainer = lightning.Trainer(**MEMBERS, **QUIET, strategy=strategy, max_epochs=1)
+    first, second = Task(), Task()
+    trainer.fit(first, batches(0, 16))
+    for one in (second, first):
+        trainer.validate(one, batches(999, 8), verbose=False)
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(second, batches(64, 16))
+    return [*second.validated, *first.validated, *second.losses]
+
+
+def test_models_take_turns_in_one_trainer() -> None:
+    expected, found = (run_ranks(alternate, 2, stage, timeout_s=TIMEOUT_S) for stage in (None, 3))
+    assert found == expected
+
+
 class Drawing(Task):
     """Draws from torch's generator as dropout of texts of different lengths does: unlike on each rank."""
 

@@ -176,7 +176,7 @@ class ZeroStrategy(DDPStrategy):  # type: ignore[misc]
     def __init__(self, zero: Mapping[str, Any] | None = None, **options: Any) -> None:
         super().__init__(**options)
         self._asked, self._loaded = dict(zero or {}), Path()
-        self._sharded: nn.Module | None = None
+        self._made = dict[nn.Module, tuple[zs.Zero, list[Any], list[Any]]]()  # handle, optimizers and schedulers
         self.zero: zs.Zero | None = None
 
     def configure_ddp(self) -> None:
@@ -186,18 +186,20 @@ class ZeroStrategy(DDPStrategy):  # type: ignore[misc]
         """Shard the model, and its optimizers at the start of `fit()`. Collective: as `zs.shard`."""
         _check_precision(type(self).__name__, self.precision_plugin)
         _check_callbacks(trainer)
-        if self.zero is None or self._sharded is not self.lightning_module:
+        model = self.lightning_module
+        made: tuple[zs.Zero | None, list[Any], list[Any]] = self._made.get(model, (None, [], []))
+        self.zero, self.optimizers, self.lr_scheduler_configs = made
+        if self.zero is None:
             super().setup(trainer)
-            model = self.lightning_module
             steps = EVALUATIONS + ("training_step",) * model.automatic_optimization
             self.zero = zs.shard(model, self.optimizers or None, **options_with(self._asked, *steps))
-            self._sharded = model
-            return
-        self.accelerator.setup(trainer)  # the model is where it was
-        if trainer.state.fn == "fit" and not self.optimizers:
-            self.setup_optimizers(trainer)
-            for optimizer in self.optimizers:
-                self.zero.attach(optimizer)
+        else:
+            self.accelerator.setup(trainer)  # the model is where it was
+            if trainer.state.fn == "fit" and not self.optimizers:
+                self.setup_optimizers(trainer)
+                for optimizer in self.optimizers:
+                    self.zero.attach(optimizer)
+        self._made[model] = self.zero, self.optimizers, self.lr_scheduler_configs
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
