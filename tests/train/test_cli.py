@@ -202,6 +202,11 @@ def test_an_error_of_one_rank_is_one_block(tmp_path):
             "zeroshard: run.mailbox: ",
         ),
         (["--outer", "50", "--ranks", "1"], "zeroshard: run.outer=50 needs at least two islands"),
+        (
+            ["--outer", "50", "--batch", "3"],
+            "zeroshard: train.batch=3 windows cannot be divided equally over run.replicas=2 islands; set train.batch "
+            "to a multiple of 2",
+        ),
         (["hf:models/llama"], "zeroshard: a model is an option: write --model hf:models/llama"),
         (["--learning-rate", "0.1"], "zeroshard: No such option: --learning-rate; write --lr VALUE"),
         (["--weight-decay", "0.1"], "zeroshard: No such option: --weight-decay"),

@@ -169,7 +169,7 @@ class Config(Section):
             check_split(tensor, self.train.optimizer, treatments, compiles=self.train.compile_blocks)
         check_pipe(resolved.train.batch, resolved.run, accumulation=accumulation)
         check_islands(resolved.run)
-        check_replicas(resolved.run)
+        check_replicas(resolved.train.batch, resolved.run)
         check_lora(self.model.lora, self.hf_folder, self.train.optimizer, resolved.run)
         check_names(self.run.log_to)
         return self

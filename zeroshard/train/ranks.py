@@ -121,10 +121,11 @@ def check_islands(run: Any) -> None:
             raise ValueError(f"run.{name}={value} with run.mailbox: an island of a mailbox has the axis 'shard' alone")
 
 
-def check_replicas(run: Any) -> None:
-    """Raise ValueError if the ranks cannot be divided over the replicas.
+def check_replicas(batch: int, run: Any) -> None:
+    """Raise ValueError if the ranks cannot be divided over the replicas, or a batch over islands.
 
     Args:
+        batch: windows of a step.
         run: the section `run` of the settings, resolved.
     """
     if run.has_islands and run.replicas == 1:
@@ -137,4 +138,10 @@ def check_replicas(run: Any) -> None:
         raise ValueError(
             f"run.replicas={run.replicas} does not divide run.ranks={run.ranks}; set run.ranks to a multiple of "
             f"{run.replicas}, or run.replicas to a divisor of {run.ranks}"
+        )
+    # Islands average their parameters with equal weights, so each must learn from as many windows.
+    if run.has_islands and batch % run.replicas:
+        raise ValueError(
+            f"train.batch={batch} windows cannot be divided equally over run.replicas={run.replicas} islands; set "
+            f"train.batch to a multiple of {run.replicas}"
         )
