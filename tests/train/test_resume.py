@@ -295,6 +295,21 @@ def test_another_text_is_refused(tmp_path):
         _run(tmp_path, "run", f"data.path={moved}")
 
 
+def test_another_column_of_equal_length_is_refused(tmp_path):
+    text = tmp_path / "text.jsonl"
+    text.write_text('{"text": "one two three ", "other": "ENO OWT EERHT "}\n' * 300, "utf-8")
+    _run(tmp_path, "run", f"data.path={text}", stop_after=2)
+    with pytest.raises(ValueError, match="was trained on another text or other tokens: tokens_sha256 differs"):
+        _run(tmp_path, "run", f"data.path={text}", "data.column=other")
+
+
+def test_a_checkpoint_without_a_hash_of_tokens_is_resumed(tmp_path, monkeypatch):
+    with monkeypatch.context() as older:
+        older.setattr("zeroshard.train.resume._CONTENTS", ("sha256", "tokenizer_sha256"))
+        _run(tmp_path, "run", stop_after=2)
+    assert _run(tmp_path, "run") == [6]
+
+
 def test_a_new_run_overwrites_nothing(tmp_path):
     config = load_config(overrides=[*SMALL, f"run.folder={tmp_path}", "run.name=run", "run.ranks=1"])
     check_folder(config, is_fresh=True)

@@ -171,6 +171,7 @@ def describe_data(run: Run) -> dict[str, str | int]:
         "heldout_bytes": corpus.heldout_bytes,
         "train_tokens": corpus.train.numel(),
         "heldout_tokens": corpus.heldout.numel(),
+        "tokens_sha256": corpus.tokens_sha256,
         "tokenizer": tokenizer.name,
         "tokenizer_sha256": tokenizer.sha256,
         "vocabulary": tokenizer.vocabulary,

@@ -51,6 +51,7 @@ class Corpus:
         heldout_ends: (numel,), int64: for each token, the number of bytes of held-out text up to its end.
         train_bytes: bytes of the training text, in UTF-8.
         heldout_bytes: bytes of the held-out text, in UTF-8.
+        tokens_sha256: hash of the three tensors. It also depends on what is read of the source files.
     """
 
     name: str
@@ -60,6 +61,7 @@ class Corpus:
     heldout_ends: Tensor
     train_bytes: int
     heldout_bytes: int
+    tokens_sha256: str
 
     def check_length(self, context: int) -> None:
         """Raise ValueError if a part is too short for one window of `context` tokens."""
@@ -130,7 +132,8 @@ def _make(source: Source, tokenizer: Tokenizer, heldout_fraction: float, sha256:
     cut, total = find_split(source, heldout_fraction)
     train, _, train_bytes = tokenize(take(source.documents(), 0, cut), tokenizer)
     heldout, ends, heldout_bytes = tokenize(take(source.documents(), cut, total), tokenizer)
-    return Corpus(source.name, sha256, train, heldout, ends, train_bytes, heldout_bytes)
+    made = _hash([train, heldout, ends])
+    return Corpus(source.name, sha256, train, heldout, ends, train_bytes, heldout_bytes, made)
 
 
 def tokenize(documents: Iterable[str], tokenizer: Tokenizer) -> tuple[Tensor, Tensor, int]:
@@ -183,7 +186,7 @@ def _write(path: Path, corpus: Corpus) -> None:
         "sha256": corpus.sha256,
         "train_bytes": str(corpus.train_bytes),
         "heldout_bytes": str(corpus.heldout_bytes),
-        "tokens_sha256": _hash(tensors.values()),
+        "tokens_sha256": corpus.tokens_sha256,
     }
     unfinished = path.with_suffix(f".{os.getpid()}.unfinished")
     try:
@@ -211,7 +214,8 @@ def _read(path: Path, name: str) -> Corpus | None:
         return None
     if not facts.keys() >= _FACTS or _hash([train, heldout, ends]) != facts["tokens_sha256"]:
         return None
-    return Corpus(name, facts["sha256"], train, heldout, ends, int(facts["train_bytes"]), int(facts["heldout_bytes"]))
+    sizes = int(facts["train_bytes"]), int(facts["heldout_bytes"])
+    return Corpus(name, facts["sha256"], train, heldout, ends, *sizes, facts["tokens_sha256"])
 
 
 def _hash(tensors: Iterable[Tensor]) -> str:

@@ -40,7 +40,8 @@ _EXPORT: Final = "export"
 """The folder whose files `zeroshard checkpoint export` copies (docs/checkpoints.md)."""
 _EXTRA: Final = frozenset(["config", "data", "scheduler", "tally"])
 _NAME: Final = re.compile(r"step-(\d{8,})")
-_CONTENTS: Final = ("sha256", "tokenizer_sha256", "train_tokens", "heldout_tokens")
+_CONTENTS: Final = ("sha256", "tokenizer_sha256", "train_tokens", "heldout_tokens", "tokens_sha256")
+"""What describes the text and its tokens; older checkpoints lack the last."""
 
 
 def check_folder(config: Config, *, is_fresh: bool = False, launcher: str = "") -> None:
@@ -128,7 +129,7 @@ def resume(run: Run) -> None:
     before = Config.model_validate(extra["config"])
     _compare(before, run.config, path)
     for key, value in _contents(run).items():
-        if value != extra["data"][key]:
+        if value != extra["data"].get(key, value):
             raise ValueError(f"data.path: {path} was trained on another text or other tokens: {key} differs")
     run.scheduler.load_state_dict(extra["scheduler"])
     run.changes = tuple(changes(before, run.config))
