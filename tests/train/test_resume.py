@@ -211,6 +211,16 @@ def test_a_complete_run_is_known(tmp_path):
     assert [line["step"] for line in _records(tmp_path / "run")] == [1, 2, 2, 3, 4, 4, 5, 6, 6, 7, 8, 8]
 
 
+def test_a_run_that_was_stopped_after_its_last_step_is_not_complete(tmp_path):
+    config = load_config(overrides=[*SMALL, f"run.folder={tmp_path}", "run.name=run", "run.ranks=1", "train.steps=2"])
+    _run(tmp_path, "run", stop_after=2)
+    assert not is_complete(config)
+    _run(tmp_path, "run", "train.steps=2")
+    assert is_complete(config)
+    assert [line["kind"] for line in _records(tmp_path / "run")] == ["step", "step", "eval"]
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["final_heldout_loss"] is not None
+
+
 @pytest.mark.parametrize(
     ("override", "text"),
     [

@@ -10,6 +10,7 @@ Note: exactly
     Otherwise its sums have another order.
 """
 
+import json
 import os
 import re
 import shutil
@@ -26,6 +27,7 @@ import zeroshard as zs
 from zeroshard.table.errors import printable
 from zeroshard.train.account import describe_data
 from zeroshard.train.config import Config, changes, differences, load_config
+from zeroshard.train.inputs import read_input
 from zeroshard.train.lease import Lease
 from zeroshard.train.metrics import EvalRecord, Reporters, RunFiles
 from zeroshard.train.run import Run, check_files
@@ -39,6 +41,7 @@ _LAUNCHER: Final = ".launcher"
 _EXPORT: Final = "export"
 """The folder whose files `zeroshard checkpoint export` copies (docs/checkpoints.md)."""
 _EXTRA: Final = frozenset(["config", "data", "scheduler", "tally"])
+_MOST_SUMMARY_BYTES: Final = 1 << 26
 _NAME: Final = re.compile(r"step-(\d{8,})")
 _CONTENTS: Final = ("sha256", "tokenizer_sha256", "train_tokens", "heldout_tokens", "tokens_sha256")
 """What describes the text and its tokens; older checkpoints lack the last."""
@@ -103,10 +106,20 @@ def keep_export_files(run: Run) -> None:
 
 
 def is_complete(config: Config) -> bool:
-    """Return whether an earlier start has done all steps and written the summary."""
-    if not (config.folder / "summary.json").exists():
+    """Return whether an earlier start has done all steps and what comes after them: evaluation, sample and summary."""
+    made = _read_summary(config.folder)
+    # A start that a signal ended has made no last evaluation, whichever step it was stopped after.
+    if made.get("is_interrupted", True) or made["steps"] < config.train.steps:
         return False
     return any(one.step >= config.train.steps for one in zs.list_checkpoints(config.folder) if not one.problem)
+
+
+def _read_summary(folder: Path) -> dict[str, Any]:
+    """Return the summary of the last start; empty if it has written none."""
+    try:
+        return dict(json.loads(read_input(folder / "summary.json", "run.name", _MOST_SUMMARY_BYTES)))
+    except (ValueError, TypeError, RecursionError):
+        return {}
 
 
 def resume(run: Run) -> None:
