@@ -422,6 +422,17 @@ def test_learned_tokens_of_documents(tmp_path, monkeypatch, capsys):
     assert len(list(Path("runs/.cache").iterdir())) == 1
 
 
+def test_a_complete_run_of_another_text_is_no_run_of_this_one(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    command = ["train", *SMALL, "--ranks", "1", "--steps", "1", "--data", "text.txt"]
+    Path("text.txt").write_text("one two three " * 400)
+    assert _main(monkeypatch, capsys, *command)[0] == 0
+    assert "runs/default is complete: all 1 steps are done" in _main(monkeypatch, capsys, *command)[1]
+    Path("text.txt").write_text("four five six " * 400)
+    told = "zeroshard: data.path: runs/default was trained on another text or other tokens: sha256 differs\n"
+    assert _main(monkeypatch, capsys, *command) == (2, "", told)
+
+
 def test_tokenizer_mistakes_end_with_one_message(monkeypatch, capsys, tmp_path):
     out = str(tmp_path / "t.json")
     for arguments, message in (

@@ -13,6 +13,7 @@ from zeroshard.testing import run_ranks
 from zeroshard.train.config import SettingsError, load_config
 from zeroshard.train.loop import train
 from zeroshard.train.models.gpt import GPT, GPTConfig
+from zeroshard.train.tokenizer import train_tokenizer
 from zeroshard.train.using import check_run, continue_prompt, describe_scores, load_run, read_questions, score
 
 from .test_cli import _main
@@ -179,6 +180,22 @@ def test_what_is_no_question_is_named(line: str, words: str, tmp_path: Path) -> 
     path.write_text(line)
     with pytest.raises(ValueError, match=words):
         read_questions(str(path))
+
+
+def test_another_tokenizer_in_the_file_of_the_run_is_refused(tmp_path: Path) -> None:
+    tokens = tmp_path / "tokens.json"
+    train_tokenizer([TEXT], 270, tokens)
+    settings = [
+        "model.depth=1", f"model.context={CONTEXT}", "train.steps=1", "train.eval_bytes=200", "run.sample_bytes=0",
+        "run.ranks=1", f"run.folder={tmp_path}", f"data.tokenizer={tokens}",
+    ]  # fmt: skip
+    train(load_config(overrides=settings), _Nobody())
+    with load_run(tmp_path / "default", stage=0) as loaded:
+        assert loaded.step == 1
+    train_tokenizer([TEXT[::-1]], 270, tokens)
+    told = pytest.raises(SettingsError, match=r"step-00000001 was trained with another tokenizer than '.*tokens\.json'")
+    with told, load_run(tmp_path / "default", stage=0):
+        pass
 
 
 def test_what_is_no_run_is_named(tmp_path: Path, folder: Path) -> None:

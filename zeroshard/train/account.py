@@ -15,11 +15,13 @@ import torch
 
 import zeroshard as zs
 from zeroshard.train.config import Config
+from zeroshard.train.corpus import Corpus
 from zeroshard.train.metrics import RankBytes, Start, Summary
 from zeroshard.train.planned import compare_plan
 from zeroshard.train.run import Run
 from zeroshard.train.speed import utilization
 from zeroshard.train.text import open_source
+from zeroshard.train.tokenizer import Tokenizer
 
 __all__ = ["describe_data", "describe_start", "summarize", "tokens_per_step"]
 
@@ -83,7 +85,7 @@ def summarize(run: Run, sample: str, profile: str, is_interrupted: bool) -> Summ
         train_s=tally.train_s,
         wall_s=tally.earlier_s + time.perf_counter() - run.start_s,
         ranks=_rank_bytes(run),
-        data=describe_data(run),
+        data=describe_data(run.corpus, run.tokenizer),
         sample=sample,
         versions=_versions(),
         profile=profile,
@@ -161,9 +163,8 @@ def _name_data(run: Run) -> str:
     return f"{corpus.name}{left}, {parts}; {tokenizer.name}{note}, vocabulary {tokenizer.vocabulary:,}"
 
 
-def describe_data(run: Run) -> dict[str, str | int]:
+def describe_data(corpus: Corpus, tokenizer: Tokenizer) -> dict[str, str | int]:
     """Return sizes and hashes of the text and its tokens."""
-    corpus, tokenizer = run.corpus, run.tokenizer
     return {
         "name": corpus.name,
         "sha256": corpus.sha256,

@@ -17,6 +17,7 @@ import shutil
 import time
 import warnings
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final, final
@@ -27,13 +28,15 @@ import zeroshard as zs
 from zeroshard.table.errors import printable
 from zeroshard.train.account import describe_data
 from zeroshard.train.config import Config, changes, differences, load_config
+from zeroshard.train.corpus import Corpus
 from zeroshard.train.inputs import read_input
 from zeroshard.train.lease import Lease
 from zeroshard.train.metrics import EvalRecord, Reporters, RunFiles
 from zeroshard.train.run import Run, check_files
 from zeroshard.train.settings import Train
+from zeroshard.train.tokenizer import Tokenizer
 
-__all__ = ["Saver", "check_folder", "check_settings", "is_complete", "keep_export_files", "resume"]
+__all__ = ["Saver", "check_contents", "check_folder", "check_settings", "is_complete", "keep_export_files", "resume"]
 
 _FILE: Final = "config.toml"
 _LAUNCHER: Final = ".launcher"
@@ -114,6 +117,12 @@ def is_complete(config: Config) -> bool:
     return any(one.step >= config.train.steps for one in zs.list_checkpoints(config.folder) if not one.problem)
 
 
+def check_contents(config: Config, corpus: Corpus, tokenizer: Tokenizer) -> None:
+    """Raise ValueError if the run is complete, on another text or other tokens. Otherwise `resume` compares them."""
+    if is_complete(config):
+        _compare_contents(_read_summary(config.folder).get("data", {}), _contents(corpus, tokenizer), config.folder)
+
+
 def _read_summary(folder: Path) -> dict[str, Any]:
     """Return the summary of the last start; empty if it has written none."""
     try:
@@ -141,9 +150,7 @@ def resume(run: Run) -> None:
         raise ValueError(f"run.name: {path} was not saved by `zeroshard train`; move it out of {run.config.folder}")
     before = Config.model_validate(extra["config"])
     _compare(before, run.config, path)
-    for key, value in _contents(run).items():
-        if value != extra["data"].get(key, value):
-            raise ValueError(f"data.path: {path} was trained on another text or other tokens: {key} differs")
+    _compare_contents(extra["data"], _contents(run.corpus, run.tokenizer), path)
     run.scheduler.load_state_dict(extra["scheduler"])
     run.changes = tuple(changes(before, run.config))
     _reschedule(run, before.train)
@@ -205,9 +212,16 @@ def _compare(before: Config, now: Config, where: Path) -> None:
         )
 
 
-def _contents(run: Run) -> dict[str, str | int]:
-    described = describe_data(run)
+def _contents(corpus: Corpus, tokenizer: Tokenizer) -> dict[str, str | int]:
+    described = describe_data(corpus, tokenizer)
     return {key: described[key] for key in _CONTENTS}
+
+
+def _compare_contents(before: Mapping[str, Any], now: Mapping[str, str | int], where: Path) -> None:
+    """Raise ValueError if the text and its tokens are others than those in `where`."""
+    for key, value in now.items():
+        if value != before.get(key, value):
+            raise ValueError(f"data.path: {where} was trained on another text or other tokens: {key} differs")
 
 
 @final
@@ -259,7 +273,7 @@ def _extra(run: Run) -> dict[str, Any]:
     wall_s = torch.tensor(tally.earlier_s + time.perf_counter() - run.start_s, dtype=torch.float64)
     return {
         "config": run.config.model_dump(),
-        "data": _contents(run),
+        "data": _contents(run.corpus, run.tokenizer),
         "scheduler": run.scheduler.state_dict(),
         "tally": {
             "train_s": tally.train_s,

@@ -46,11 +46,11 @@ __all__ = [
 _FINAL_STEPS: Final = 50
 
 
-def prepare(config: Config) -> Tokenizer:
+def prepare(config: Config) -> tuple[Tokenizer, Corpus]:
     """Check the inputs of a run, and tokenize its text, before ranks start: they would have to wait.
 
     Returns:
-        The tokenizer of the run.
+        The tokenizer of the run, and its text.
 
     Raises:
         ValueError: the text, the tokenizer or the model is missing or unsuitable.
@@ -63,8 +63,7 @@ def prepare(config: Config) -> Tokenizer:
     if config.run.tensor > 1:
         module = make_model(config, tokenizer).module
         check_gpt(module.config, config.run.tensor) if isinstance(module, GPT) else plan_of(module, config.run.tensor)
-    _open(config, _prepare_corpus(config, tokenizer))
-    return tokenizer
+    return tokenizer, _open(config, _prepare_corpus(config, tokenizer))
 
 
 def check_paths(config: Config) -> None:

@@ -304,14 +304,15 @@ def _describe(config: Config, show: Print, fail: Callable[..., NoReturn]) -> Non
 def _prepare(config: Config, fail: Callable[..., NoReturn], *, is_fresh: bool, launched: int | None) -> None:
     """Prepare files before ranks start, so that one process reports errors and no rank waits."""
     from zeroshard.train.checks import check_devices, check_space
-    from zeroshard.train.resume import check_folder
+    from zeroshard.train.resume import check_contents, check_folder
     from zeroshard.train.run import prepare
 
     try:
         if launched is None:
             check_devices(config)
         check_folder(config, is_fresh=is_fresh, launcher=name_launcher())
-        tokenizer = prepare(config)
+        tokenizer, corpus = prepare(config)
+        check_contents(config, corpus, tokenizer)
         if not is_own_launch():
             check_space(config, tokenizer)
     except (ValueError, ImportError, OSError) as error:

@@ -38,6 +38,8 @@ _WINDOWS: Final = 8
 _MOST_NATS: Final = 700.0
 """What is beyond has an exponential that no float can hold."""
 _EXPORT: Final = "export"
+_SHOWN: Final = 12
+"""Characters of a hash in an error."""
 _MOST_QUESTION_BYTES: Final = 1 << 28
 
 
@@ -87,7 +89,7 @@ def load_run(path: Path, *, stage: int) -> Iterator[Loaded]:
         path: the folder of a run, or one of its checkpoints.
 
     Raises:
-        ValueError: as `check_run` does.
+        ValueError: as `check_run` does, or the tokenizer is not that of the checkpoint.
         CheckpointError: the checkpoint is damaged.
 
     Collective: joins the process group, and a load; every rank must call.
@@ -107,9 +109,14 @@ def load_run(path: Path, *, stage: int) -> Iterator[Loaded]:
             weights=language.weights,
             settings=settings,
         )
-        step = zero.load(checkpoint, model_only=True).step
+        loaded = zero.load(checkpoint, model_only=True)
+        if (trained := loaded.extra.get("data", {}).get("tokenizer_sha256", tokenizer.sha256)) != tokenizer.sha256:
+            raise ValueError(
+                f"data.tokenizer: {checkpoint} was trained with another tokenizer than {tokenizer.name!r} is now: its "
+                f"hash is {trained[:_SHOWN]}, and now {tokenizer.sha256[:_SHOWN]}; restore the file or folder of before"
+            )
         language.module.eval()
-        yield Loaded(config, tokenizer, language, mesh, step)
+        yield Loaded(config, tokenizer, language, mesh, loaded.step)
     except ValueError as error:
         raise SettingsError(str(error)) from error
     finally:
