@@ -3,6 +3,7 @@
 import fcntl
 import json
 import os
+import shutil
 import socket
 from pathlib import Path
 from types import SimpleNamespace
@@ -280,6 +281,18 @@ def test_a_resume_with_another_schedule_follows_it_and_says_so(tmp_path):
     assert steps[2]["loss"] != steps[1]["loss"]
 
 
+@pytest.mark.parametrize(("before", "now"), [(0.0, 5.0), (5.0, 0.0)])
+def test_a_weight_decay_that_was_or_becomes_0_follows_the_settings(before, now, tmp_path):
+    _run(tmp_path, "kept", f"train.weight_decay={before}", stop_after=1)
+    shutil.copytree(tmp_path / "kept", tmp_path / "changed")
+    _run(tmp_path, "kept", f"train.weight_decay={before}", stop_after=1)
+    _run(tmp_path, "changed", f"train.weight_decay={now}", stop_after=1)
+    # The gradients are the same, so only what decays differs.
+    kept, changed = (_weights(zs.latest(tmp_path / name)) for name in ("kept", "changed"))
+    matrices = {name for name, weight in kept.items() if not torch.equal(weight, changed[name])}
+    assert matrices == {name for name in kept if name.startswith("blocks.") and kept[name].dim() == 2}
+
+
 def _weights(path):
     """Return the parameters of a checkpoint of a GPT of depth 1."""
     model = GPT(GPTConfig(1, 32))
@@ -409,17 +422,16 @@ def test_lines_are_on_the_disk_before_a_checkpoint(tmp_path, monkeypatch):
 
 
 def test_both_rates_of_muon_follow_another_rate():
-    before, now = Train(learning_rate=0.02), Train(learning_rate=0.005, weight_decay=0.0)
+    before, now = Train(learning_rate=0.02), Train(learning_rate=0.005)
     matrix, bias = torch.nn.Parameter(torch.ones(2, 2)), torch.nn.Parameter(torch.ones(2))
     groups = [{"params": [matrix], "use_muon": True}, {"params": [bias], "use_muon": False}]
     optimizer = zs.optim.Muon(groups, lr=0.02, adamw_lr=0.001)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
     config = SimpleNamespace(train=now)
     run = SimpleNamespace(config=config, optimizer=optimizer, scheduler=scheduler, changes=("",), factor=lambda _: 0.5)
-    _reschedule(run, before)
+    _reschedule(run, before, [0.0, 0.0])
     assert scheduler.base_lrs == pytest.approx([0.005, 0.00025])
     assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.0025, 0.000125])
-    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.0, 0.0]
 
 
 def test_records_up_to_a_checkpoint_stay(tmp_path):

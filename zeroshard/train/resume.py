@@ -17,7 +17,7 @@ import shutil
 import time
 import warnings
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final, final
@@ -145,6 +145,8 @@ def resume(run: Run) -> None:
     if first < 0:
         return
     path = _path(run.config.folder, first)
+    # Groups are decayed or not, which a checkpoint with a decay of 0 does not say.
+    decays = [group["weight_decay"] for group in run.optimizer.param_groups]
     extra = run.zero.load(path).extra
     if not extra.keys() >= _EXTRA:
         raise ValueError(f"run.name: {path} was not saved by `zeroshard train`; move it out of {run.config.folder}")
@@ -153,7 +155,7 @@ def resume(run: Run) -> None:
     _compare_contents(extra["data"], _contents(run.corpus, run.tokenizer), path)
     run.scheduler.load_state_dict(extra["scheduler"])
     run.changes = tuple(changes(before, run.config))
-    _reschedule(run, before.train)
+    _reschedule(run, before.train, decays)
     tally, saved = run.tally, extra["tally"]
     tally.steps, tally.train_s, tally.earlier_s = first, saved["train_s"], saved["wall_s"]
     tally.losses = deque(saved["losses"], tally.losses.maxlen)
@@ -161,17 +163,20 @@ def resume(run: Run) -> None:
     tally.last_eval = EvalRecord(**saved["last_eval"]) if saved["last_eval"] else None
 
 
-def _reschedule(run: Run, before: Train) -> None:
-    """Give the optimizer the learning rate, its schedule and the weight decay of the settings, if they differ."""
+def _reschedule(run: Run, before: Train, decays: Sequence[float]) -> None:
+    """Give the optimizer the learning rate and its schedule of the settings, if they differ, and their weight decay.
+
+    Args:
+        decays: the weight decay of each parameter group, as the optimizer was made.
+    """
     now = run.config.train
     scale = now.learning_rate / before.learning_rate
     if now.learning_rate != before.learning_rate:
         run.scheduler.base_lrs = [rate * scale for rate in run.scheduler.base_lrs]
-    for group, base in zip(run.optimizer.param_groups, run.scheduler.base_lrs, strict=True):
+    for group, base, decay in zip(run.optimizer.param_groups, run.scheduler.base_lrs, decays, strict=True):
+        group["weight_decay"] = decay
         if now.learning_rate != before.learning_rate:
             group["initial_lr"] = base
-        if now.weight_decay != before.weight_decay and group["weight_decay"]:
-            group["weight_decay"] = now.weight_decay
         if run.changes:
             group["lr"] = base * run.factor(run.scheduler.last_epoch)
 
