@@ -171,6 +171,10 @@ def test_scores_are_told() -> None:
         ("{", "line 1"),
         ('{"question": "q", "choices": ["a"]}', "answer"),
         ('{"question": "q", "choices": ["a", "b"], "answer": 2}', "answer=2 must be a place among its 2 choices"),
+        ('{"question": "q", "choices": {"a": "b", "c": "d"}, "answer": 1}', "choices is .*, and must be a list"),
+        ('{"question": "q", "choices": "yes", "answer": 1}', "choices is 'yes', and must be a list"),
+        ('{"question": "q", "choices": ["a", "b", "c"], "answer": 2.9}', "answer is 2.9, and must be an integer"),
+        ('{"question": "q", "choices": ["a", "b"], "answer": true}', "answer is True, and must be an integer"),
         ('{"question": "", "choices": ["a", "b"], "answer": 0}', "no text may be empty"),
         ("", "has no question"),
     ],
@@ -180,6 +184,12 @@ def test_what_is_no_question_is_named(line: str, words: str, tmp_path: Path) -> 
     path.write_text(line)
     with pytest.raises(ValueError, match=words):
         read_questions(str(path))
+
+
+def test_an_answer_may_be_digits(tmp_path: Path) -> None:
+    path = tmp_path / "questions.jsonl"
+    path.write_text('{"question": "q", "choices": ["a", "b"], "answer": "1"}')
+    assert read_questions(str(path))[0].answer == 1
 
 
 def test_another_tokenizer_in_the_file_of_the_run_is_refused(tmp_path: Path) -> None:

@@ -230,7 +230,7 @@ def read_questions(path: str) -> list[Question]:
             continue
         try:
             one = json.loads(line)
-            question = Question(str(one["question"]), [str(choice) for choice in one["choices"]], _place(one["answer"]))
+            question = Question(str(one["question"]), _texts(one["choices"]), _place(one["answer"]))
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise ValueError(
                 f"--choices: {path!r}, line {number}: {error!r:.100}; a line is "
@@ -247,11 +247,18 @@ def read_questions(path: str) -> list[Question]:
     return found
 
 
+def _texts(choices: object) -> list[str]:
+    """Return the choices; the letters of a text and the keys of an object are none."""
+    if not isinstance(choices, list):
+        raise TypeError(f"choices is {choices!r:.30}, and must be a list")
+    return [str(choice) for choice in choices]
+
+
 def _place(answer: object) -> int:
-    """Return the place of the right choice; true and false are none."""
-    if isinstance(answer, bool):
-        raise TypeError(f"answer is {answer}")
-    return int(answer)  # type: ignore[call-overload,no-any-return]
+    """Return the place of the right choice, an integer or its digits; true, false and fractions are none."""
+    if isinstance(answer, bool) or not (isinstance(answer, int) or (isinstance(answer, str) and answer.isdecimal())):
+        raise TypeError(f"answer is {answer!r:.30}, and must be an integer")
+    return int(answer)
 
 
 def _score_choices(loaded: Loaded, path: str) -> Mapping[str, Any]:
