@@ -1,6 +1,7 @@
 """`zeroshard plot`: the curves of runs as text, picture and page."""
 
 import json
+import math
 import re
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
@@ -53,6 +54,21 @@ def test_a_picture_is_valid_and_has_a_line_for_each_run(runs: list[Path]) -> Non
     first = root.findall(f"{space}polyline")[0].attrib["points"].split()
     heights = [float(point.split(",")[1]) for point in first]
     assert heights == sorted(heights), "a falling loss goes down"
+
+
+def test_ranges_are_those_of_all_values() -> None:
+    points = [(step, {1: 5.0, 500: 9.0}.get(step, 1.0)) for step in range(1, 2001)]
+    curves = {"loss": {"run": points}}
+    text = as_text(curves, 60)
+    assert "run: 5 at step 1, 1 at step 2000" in text and "from 1 to 9" in text
+    root = ElementTree.fromstring(as_svg(curves))
+    labels = {one.text for one in root.findall("{http://www.w3.org/2000/svg}text")}
+    assert {"9", "1", "step 2000"} <= labels
+
+
+def test_means_of_nearly_equal_values_are_drawn() -> None:
+    points = [(step, 0.1 if step % 2 else math.nextafter(0.1, 1)) for step in range(1000)]
+    assert "from 0.1 to 0.1" in as_text({"loss": {"run": points}}, 3)
 
 
 def test_a_page_asks_nothing_of_anybody(runs: list[Path]) -> None:

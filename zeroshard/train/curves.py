@@ -93,17 +93,22 @@ def _thin(points: Points, most: int) -> Points:
     return [(part[-1][0], sum(value for _, value in part) / len(part)) for part in parts]
 
 
+def _ranges(by_run: Mapping[str, Points]) -> tuple[int, int, float, float]:
+    """Return the least and greatest step, and value, of all finite points: means of parts would hide extremes."""
+    points = [point for points in by_run.values() for point in points if math.isfinite(point[1])] or [(0, 0.0)]
+    steps, values = zip(*points, strict=True)
+    return min(steps), max(steps), min(values), max(values)
+
+
 def as_text(curves: Curves, width: int) -> str:
-    """Return the curves as lines of blocks, with the first, the last and the least value of each."""
+    """Return the curves as lines of blocks, with the first and the last value of each, and the range of all."""
     lines = []
     for name, by_run in curves.items():
         lines.append(METRICS[name][2])
-        drawn = {run: _thin(points, width) for run, points in by_run.items()}
-        values = [value for points in drawn.values() for _, value in points if math.isfinite(value)]
-        low, high = min(values, default=0.0), max(values, default=0.0)
-        for run, points in drawn.items():
-            bars = "".join(_block(value, low, high) for _, value in points)
-            first, last = by_run[run][0], by_run[run][-1]
+        *_, low, high = _ranges(by_run)
+        for run, points in by_run.items():
+            bars = "".join(_block(value, low, high) for _, value in _thin(points, width))
+            first, last = points[0], points[-1]
             lines.append(f"  {bars}")
             lines.append(f"  {run}: {first[1]:.4g} at step {first[0]}, {last[1]:.4g} at step {last[0]}")
         lines.append(f"  from {low:.4g} to {high:.4g}")
@@ -115,7 +120,8 @@ def _block(value: float, low: float, high: float) -> str:
     if not math.isfinite(value):
         return "x"
     height = (value - low) / (high - low) if high > low else 0.0
-    return BLOCKS[round(height * (len(BLOCKS) - 1))]
+    # Rounding may put a mean of nearly equal values beside them.
+    return BLOCKS[round(min(max(height, 0.0), 1.0) * (len(BLOCKS) - 1))]
 
 
 def as_svg(curves: Curves) -> str:
@@ -142,9 +148,7 @@ def _panel(name: str, by_run: Mapping[str, Points], colours: Mapping[str, str], 
         run: [point for point in _thin(points, MOST_POINTS) if math.isfinite(point[1])]
         for run, points in by_run.items()
     }
-    steps = [step for points in drawn.values() for step, _ in points] or [0]
-    values = [value for points in drawn.values() for _, value in points] or [0.0]
-    low, high, first, last = min(values), max(values), min(steps), max(steps)
+    first, last, low, high = _ranges(by_run)
     left, right, upper, lower = EDGE, WIDTH - 16, top + 28, top + HEIGHT - 28
 
     def x(step: int) -> float:
