@@ -12,7 +12,7 @@ Note: names
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Final
 
 from zeroshard.checkpoint.diff import diff
 from zeroshard.checkpoint.folders import export
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 __all__ = ["make_commands"]
 
 Print = Callable[[str], None]
+_TROUBLE: Final = 2
+"""Exit status of an error where 1 is a result."""
 Progress = Callable[[], AbstractContextManager[Callable[[int, int], None]]]
 
 
@@ -42,7 +44,7 @@ def make_commands(line: Print, problem: Print, progress: Progress) -> "typer.Typ
 
     app = typer.Typer(no_args_is_help=True, help="List, verify, compare, export and import checkpoints.")
     say = _in_one_line(line)
-    failure = _Failure(_in_one_line(problem))
+    failure, trouble = (_Failure(_in_one_line(problem), status) for status in (1, _TROUBLE))
     folder = Annotated[Path, typer.Argument(help="A checkpoint, such as runs/a/step-00000100.")]
 
     def ls(path: Annotated[Path, typer.Argument(help="The folder that holds checkpoints.")]) -> None:
@@ -66,8 +68,8 @@ def make_commands(line: Print, problem: Print, progress: Progress) -> "typer.Typ
                 say(f"{path}: whole; step {manifest.step}, {len(manifest.tensors)} tensors, {size_text(nbytes)}")
 
     def compare(first: folder, second: folder) -> None:
-        """Print the differences between two checkpoints; the exit status is 1 if there are any."""
-        with failure:
+        """Print the differences between two checkpoints; the exit status is 1 if there are any, 2 after an error."""
+        with trouble:
             found = diff(first, second)
             for one in found:
                 say(f"{one.name}: {one.what}")
@@ -108,10 +110,10 @@ def _in_one_line(show: Print) -> Print:
 
 
 class _Failure:
-    """A context that turns an expected error into one line and exit status 1."""
+    """A context that turns an expected error into one line and an exit status."""
 
-    def __init__(self, problem: Print) -> None:
-        self._problem = problem
+    def __init__(self, problem: Print, status: int) -> None:
+        self._problem, self._status = problem, status
 
     def __enter__(self) -> None:
         return None
@@ -119,4 +121,4 @@ class _Failure:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, (CheckpointError, OSError)):
             self._problem(str(error))
-            raise SystemExit(1)
+            raise SystemExit(self._status)
