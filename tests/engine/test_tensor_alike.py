@@ -390,6 +390,60 @@ def test_whole_activations_with_random_numbers_need_one_stream() -> None:
             assert "torch.manual_seed(seed + mesh.get_local_rank('shard'))" in text
 
 
+def drawn_on_one_rank() -> str:
+    """Draw a number outside of the model on one rank, after a step."""
+    run = Run(1, p=0.5)
+    torch.manual_seed(run.mesh.get_local_rank("shard"))
+    run.step(*run.inputs())
+    if dist.get_rank() == 0:
+        torch.rand(1)
+    before = run.whole()
+    with pytest.raises(zs.RankMismatchError) as raised:
+        run.step(*run.inputs())
+    run.optimizer.zero_grad()
+    assert_same(before, run.whole())
+    return str(raised.value)
+
+
+def test_a_number_that_one_rank_draws_between_steps_is_an_error_at_the_next() -> None:
+    for text in run_ranks(drawn_on_one_rank, WORLD, timeout_s=TIMEOUT_S):
+        assert "Net.forward() draws random numbers, but rank 0 (tensor 0) and rank 1 (tensor 1) have different" in text
+
+
+class Sequence(nn.Module):
+    """Dropout of a split sequence, and then of whole activations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.whole = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.end = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = F.dropout(self.inner(x), 0.5)
+        return self.end(F.dropout(self.whole(h), 0.5))
+
+
+def of_an_empty_part() -> None:
+    """Train on a sequence of which the last rank has no part: 4 over 3 ranks are 2, 2 and 0."""
+    mesh = init_device_mesh("cpu", (1, 3), mesh_dim_names=AXES)
+    torch.manual_seed(0)
+    model = Sequence()
+    to_parts = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1), use_local_output=False)
+    to_whole = ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate())
+    parallelize_module(model, mesh["tensor"], {"inner": to_parts, "whole": to_whole})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    zero = zs.shard(model, optimizer, mesh=mesh)
+    for _ in range(2):
+        model(torch.ones(3, 4, WIDTH)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    zero.check_copies()
+
+
+def test_a_rank_with_an_empty_part_draws_the_masks_of_whole_activations() -> None:
+    run_ranks(of_an_empty_part, 3, timeout_s=TIMEOUT_S)
+
+
 def without_dropout(stage: int) -> None:
     """A model that draws nothing leaves the program's random numbers as they are."""
     run = Run(stage)
@@ -484,16 +538,26 @@ def test_streams_begin_with_the_common_one_and_give_it_back() -> None:
     assert len({tuple(one) for drawn in found for one in drawn}) == 7
 
 
-def test_a_region_that_draws_nothing_moves_no_stream() -> None:
-    generator = torch.Generator()
-    streams = Streams(generator, 1, "")
-    state = generator.get_state()
-    streams.begin()
-    for number in (1, 2):
-        streams.enter(number)
-        assert not torch.equal(generator.get_state(), state)
-        streams.leave("out")
-        assert torch.equal(generator.get_state(), state)
+def test_a_region_moves_the_common_stream_whether_this_rank_draws_or_not() -> None:
+    """A rank whose part is empty draws nothing there, and other ranks do."""
+    states = []
+    for draws in (0, 1):
+        generator = torch.Generator()
+        generator.manual_seed(5)
+        streams = Streams(generator, draws, "")
+        first = generator.get_state()
+        streams.begin()
+        for number in (1, 2):
+            streams.enter(number)
+            torch.rand(draws, generator=generator)
+            streams.leave("out")
+        streams.end()
+        assert streams.has_drawn is bool(draws)
+        states.append(generator.get_state())
+        streams.take_back()
+        assert torch.equal(generator.get_state(), first)
+    assert torch.equal(*states)
+    assert not torch.equal(states[0], first)
 
 
 def test_a_recomputation_that_begins_between_split_layers_is_refused() -> None:

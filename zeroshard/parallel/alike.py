@@ -1,7 +1,7 @@
 """What ranks along the axis "tensor" must have alike in a forward: the model's inputs, and the common random stream.
 
-Owns the comparison at the first forward of each shape of inputs, and what follows from a difference. It must not know
-how layers are split. Read `streams.py` first.
+Owns the comparison of inputs at the first forward of each shape, that of streams at the end of each forward, and what
+follows from a difference. It must not know how layers are split. Read `streams.py` first.
 
 Note: a difference
     Ranks along "tensor" compare by messages among themselves, and other ranks are in forwards of their own. Inputs with
@@ -31,7 +31,7 @@ from zeroshard.setup.duplicate import owner_of
 from zeroshard.table.errors import RankMismatchError
 from zeroshard.table.settings import Settings
 from zeroshard.torch_private import bytes_in, has_split, local_of
-from zeroshard.wire.comm import Tag
+from zeroshard.wire.comm import Channel, Tag
 
 __all__ = ["checksum", "watch_axis"]
 
@@ -60,24 +60,27 @@ def watch_axis(engine: Engine, model: nn.Module, settings: Settings) -> None:
             keep(module.register_forward_hook(Follow(streams, number, name)))
     keep(model.register_forward_pre_hook(Watch(streams, keep), prepend=True))
     keep(model.register_forward_pre_hook(Begin(streams), prepend=True))
-    keep(model.register_forward_hook(End(streams, alike), always_call=True))
+    keep(model.register_forward_hook(End(alike), always_call=True))
     for path in settings.forward_methods:
         owner, method = owner_of(model, path)
-        engine.undo.put(vars(owner), method, _inside(streams, getattr(owner, method)))
+        engine.undo.put(vars(owner), method, _inside(streams, alike, getattr(owner, method)))
 
 
-def _inside(streams: Streams, method: Any) -> Any:
+def _inside(streams: Streams, alike: "Alike", method: Any) -> Any:
     """Return a method of the model that counts as a forward for random numbers."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         is_outermost = not streams.is_open
+        has_raised = True
         if is_outermost:
             streams.begin()
         try:
-            return method(*args, **kwargs)
+            result = method(*args, **kwargs)
+            has_raised = False
+            return result
         finally:
             if is_outermost:
-                streams.end()
+                alike.finish(has_raised=has_raised)
 
     return run
 
@@ -87,15 +90,15 @@ class Alike:
     """The comparison of one model's ranks along "tensor".
 
     Args:
-        compares: whether inputs are compared, and not the random stream alone.
+        compares: whether inputs are compared, and not random streams alone.
     """
 
     def __init__(self, engine: Engine, model: nn.Module, streams: Streams, *, compares: bool) -> None:
         self._engine, self._model = weakref.ref(engine), weakref.ref(model)  # both have this object
         self._streams, self._compares = streams, compares
         self._known, self._count = set[Any](), 0
-        self._unlike: tuple[str, Tensor] | None = None
-        """In a forward where random streams differ: how, and the state of the generator before."""
+        self._runs = False
+        """Whether a forward with values runs, at whose end streams are compared."""
 
     def check(self, name: str, inputs: tuple[Any, Mapping[str, Any]]) -> None:
         """Compare, at the first forward with inputs of these shapes.
@@ -106,23 +109,24 @@ class Alike:
         Raises:
             RankMismatchError: shapes differ, or values in a forward without gradients.
 
-        Collective: at the first forward of each shape, an all-gather of 24 bytes along "tensor"; more of a difference.
+        Collective: at the first forward of each shape, an all-gather of 16 bytes along "tensor"; more of a difference.
         """
         engine, model = self._engine(), self._model()
-        if name or engine is None or model is None:
+        if engine is None or model is None:
             return
-        named = dict(_arguments(model, *inputs)) if self._compares else {}
-        if any(values_of(one) is Values.NEVER for one in named.values()):
+        named = dict(_arguments(model, *inputs))
+        self._runs = all(values_of(one) is not Values.NEVER for one in named.values())
+        if name or not self._runs:
             return
+        named = named if self._compares else {}
         shapes = tuple((key, tuple(one.shape), one.dtype) for key, one in named.items() if one.layout is torch.strided)
         if (model.training, shapes) in self._known:
             return
         self._known.add((model.training, shapes))
-        state = self._streams.generator.get_state()
         sums = [checksum(named[key]) for key, *_ in shapes]
         told = "\n".join(f"{key} {tuple(shape)} {dtype}" for key, shape, dtype in shapes)
         said = f"in {'training' if model.training else 'evaluation'}, with inputs\n{told}"
-        rows = self._gather(engine, [zlib.crc32(said.encode()), zlib.crc32(repr(sums).encode()), checksum(state)])
+        rows = self._gather(engine, [zlib.crc32(said.encode()), zlib.crc32(repr(sums).encode())])
         of = f"{type(model).__name__}.forward()"
         if (other := _first_other(rows[0])) is not None:
             texts = self._texts(engine, said)
@@ -135,17 +139,28 @@ class Alike:
             who = f"{self._place(engine, place)} than on {self._place(engine, 0)}"
             text = f"Argument '{argument}' {shape} {dtype} of {of} has other values on {who}. {BATCH}"
             _tell(engine, text, goes_on=torch.is_grad_enabled())
-        elif (other := _first_other(rows[2])) is not None:
-            who = f"{self._place(engine, 0)} and {self._place(engine, other)}"
-            self._unlike = f"{of} draws random numbers, but {who} have different random streams. {SEED}", state
 
     def finish(self, *, has_raised: bool) -> None:
-        """End a forward: random numbers were drawn, from streams that differ, if the generator is in another state."""
-        engine, (unlike, self._unlike) = self._engine(), (self._unlike, None)
-        if engine is None or unlike is None or has_raised:
+        """End a forward with the common stream.
+
+        Raises:
+            RankMismatchError: in a forward without gradients, a rank drew numbers, and streams differ.
+
+        Collective: a vote along "tensor"; with a difference, an all-gather of 8 bytes.
+        """
+        streams, engine, (runs, self._runs) = self._streams, self._engine(), (self._runs, False)
+        streams.end()
+        if engine is None or not runs or has_raised:
             return
-        if not torch.equal(unlike[1], self._streams.generator.get_state()):
-            _tell(engine, unlike[0], goes_on=torch.is_grad_enabled())
+        mine = checksum(streams.generator.get_state())
+        least, greatest, drawn = engine.comm.post([mine, -mine, -streams.has_drawn], WHAT, Channel.TENSOR).read()
+        if not drawn:
+            streams.take_back()
+        elif least != -greatest and (other := _first_other(self._gather(engine, [mine])[0])) is not None:
+            of = f"{type(self._model()).__name__}.forward()"
+            who = f"{self._place(engine, 0)} and {self._place(engine, other)}"
+            text = f"{of} draws random numbers, but {who} have different random streams. {SEED}"
+            _tell(engine, text, goes_on=torch.is_grad_enabled())
 
     def _gather(self, engine: Engine, numbers: list[int]) -> list[list[int]]:
         """Return, for each number, that of each rank along "tensor". Collective: all-gather along "tensor"."""
@@ -176,7 +191,8 @@ BATCH = (
 )
 SEED = (
     "Masks of dropout would differ where these ranks have the same activations. Seed ranks along 'tensor' alike after "
-    "zs.init(), which seeds each rank differently: torch.manual_seed(seed + mesh.get_local_rank('shard'))."
+    "zs.init(), which seeds each rank differently: torch.manual_seed(seed + mesh.get_local_rank('shard')). Outside of "
+    "the model, draw on all of them or from a generator of your own."
 )
 
 
@@ -195,12 +211,11 @@ def _tell(engine: Engine, text: str, *, goes_on: bool = False) -> None:
 class End(Eager):
     """After the model's forward, also one that raised."""
 
-    def __init__(self, streams: Streams, alike: Alike) -> None:
+    def __init__(self, alike: Alike) -> None:
         super().__init__()
-        self._streams, self._alike = streams, alike
+        self._alike = alike
 
     def _run(self, module: nn.Module, args: Any, output: Any) -> None:
-        self._streams.end()
         self._alike.finish(has_raised=output is None)
 
 

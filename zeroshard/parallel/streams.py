@@ -9,8 +9,9 @@ Note: streams
     column-wise and a row-wise layer, or in a sequence-parallel region), the generator has a stream of the rank, until a
     split layer has an output that is alike, or the model's forward ends. A rank's stream begins with a hash of the
     common stream, the layer and the rank's place. Therefore checkpoints that hold the common stream hold all streams,
-    and a recomputation, which torch begins in the state of the forward, draws the numbers of the forward. A region that
-    drew no number leaves the common stream as it was.
+    and a recomputation, which torch begins in the state of the forward, draws the numbers of the forward. Each region
+    moves the common stream, on a rank whose part is empty and draws nothing, too. After a forward in which no rank drew
+    a number, the common stream is as it was before (`alike.py`).
 """
 
 import hashlib
@@ -51,14 +52,17 @@ class Streams:
         self.generator, self._place, self.rank = generator, place, rank
         self.is_open = False
         """Whether the model's forward runs; outside, layers that user code calls by themselves switch nothing."""
-        self._common: dict[int, tuple[Tensor, Tensor]] = {}
-        """By the seed of a stream of the rank: the state of the common stream meanwhile, and its own first state."""
+        self._common: dict[int, Tensor] = {}
+        """By the seed of a stream of the rank: the state of the common stream meanwhile."""
+        self._first = self._seen = generator.get_state()
+        self._draws = self._draws_before = 0
 
     def begin(self) -> None:
         """Begin a forward of the model with the common stream, also after an exception in the last forward."""
         if _seed_of(self.generator.get_state()) in self._common:
             self.leave("the last forward")
         self._common.clear()
+        self._draws_before, self._first = self.look(), self._seen
         self.is_open = True
 
     def end(self) -> None:
@@ -66,16 +70,34 @@ class Streams:
         self.is_open = False
         self.leave("the model")
 
+    def look(self) -> int:
+        """Return how many looks have found that numbers were drawn since the last look, or switch of streams."""
+        now = self.generator.get_state()
+        self._draws += not torch.equal(now, self._seen)
+        self._seen = now
+        return self._draws
+
+    @property
+    def has_drawn(self) -> bool:
+        """Whether numbers were drawn since `begin`, by this rank."""
+        return self.look() > self._draws_before
+
+    def take_back(self) -> None:
+        """Return to the state of `begin`, if no rank has drawn."""
+        self.generator.set_state(self._first)
+        self._seen = self._first
+
     def enter(self, number: int) -> None:
         """Draw from a stream of the rank from here on, after the layer of this number."""
-        state = self.generator.get_state()
+        self.look()
+        state = self._seen
         if _is_own(_seed_of(state)) or not (self.is_open or graph_task() != -1):
             return
         edges = torch.cat([state[:EDGE_BYTES], state[-EDGE_BYTES:]]).numpy().tobytes()
         digest = hashlib.blake2b(edges, digest_size=HASH_BYTES, key=f"{number} {self._place}".encode()).digest()
         seed = MARK | int.from_bytes(digest, "big")
         self.generator.manual_seed(seed)
-        self._common[seed] = state, self.generator.get_state()
+        self._common[seed], self._seen = state, self.generator.get_state()
 
     def leave(self, name: str) -> None:
         """Draw from the common stream from here on, after the layer of this name.
@@ -83,8 +105,8 @@ class Streams:
         Raises:
             RuntimeError: a recomputation began where activations are split, and its stream is not known.
         """
-        now = self.generator.get_state()
-        if not _is_own(seed := _seed_of(now)):
+        self.look()
+        if not _is_own(seed := _seed_of(self._seen)):
             return
         if seed not in self._common:
             raise RuntimeError(
@@ -92,11 +114,10 @@ class Streams:
                 "activations over the axis 'tensor', so the random numbers that follow are not known. Let "
                 "torch.utils.checkpoint begin before the column-wise layer, for example with the whole block."
             )
-        common, first = self._common.pop(seed)
-        self.generator.set_state(common)
-        if not torch.equal(now, first):
-            # Otherwise the next region would begin with the same stream.
-            torch.rand((), device=self.generator.device, generator=self.generator)
+        self.generator.set_state(self._common.pop(seed))
+        # Otherwise the next region would begin with the same stream. All ranks move: each knows only its own draws.
+        torch.rand((), device=self.generator.device, generator=self.generator)
+        self._seen = self.generator.get_state()
 
 
 def _seed_of(state: Tensor) -> int:
@@ -154,13 +175,13 @@ class Compiled(Eager):
     def __init__(self, streams: Streams, name: str) -> None:
         super().__init__()
         self._streams, self._name = streams, name
-        self._before: Tensor | None = None
+        self._before = streams.look()
 
     def _run(self, module: nn.Module, args: Any, *output: Any) -> None:
-        state = self._streams.generator.get_state()
+        draws = self._streams.look()
         if not output:
-            self._before = state
-        elif self._before is not None and not torch.equal(self._before, state):
+            self._before = draws
+        elif draws > self._before:
             raise RuntimeError(
                 f"{self._streams.rank} '{self._name}' is compiled, has layers that are split over the axis 'tensor', "
                 "and drew random numbers, which would be equal for the different activations of these ranks, such as "

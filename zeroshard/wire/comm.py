@@ -110,6 +110,8 @@ class Channel(IntEnum):
     ROUNDS = 1
     """Rounds about requests, which some ranks enter after others have already posted their next place."""
     OTHERS = 2
+    TENSOR = 3
+    """Votes among the ranks along "tensor" alone."""
 
 
 @final
@@ -249,7 +251,7 @@ class Comm(ABC):
 
     @abstractmethod
     def post(self, values: list[int], what: str, channel: Channel) -> Vote:
-        """Post numbers; the returned vote waits for the minimum of each over all ranks.
+        """Post numbers; the returned vote waits for the minimum of each over all ranks of the channel.
 
         A channel has at most `MOST_UNREAD` unread votes, which are read in order.
 

@@ -61,14 +61,15 @@ class LinkedComm(Comm):
     def post(self, values: list[int], what: str, channel: Channel) -> Vote:
         # Dissemination: after hop k a rank knows the minima over the 2**k ranks up to it. Counting a rank twice does
         # not change a minimum, so this works for any number of ranks.
-        rank, size, group = self.mesh.rank, self.mesh.world_size, self.links.groups[CONTROL]
+        ranks = self.mesh.tensor_ranks if channel is Channel.TENSOR else range(self.mesh.world_size)
+        place, size, group = ranks.index(self.mesh.rank), len(ranks), self.links.groups[CONTROL]
         hops = (size - 1).bit_length()
         self._votes[channel] = turn = (self._votes[channel] + 1) % (1 << TURN_BITS)
         first_tag = Tag.VOTES + ((channel << TURN_BITS | turn) << HOP_BITS)
         self.sent_bytes["agree"] += 8 * len(values) * hops
 
         def start(hop: int, least: list[int]) -> tuple[Tensor, list[dist.Work]]:
-            after, before, tag = (rank + (1 << hop)) % size, (rank - (1 << hop)) % size, first_tag + hop
+            after, before, tag = ranks[(place + (1 << hop)) % size], ranks[place - (1 << hop)], first_tag + hop
             # Emulated ranks send nothing.
             told, heard = (torch.tensor(least, dtype=torch.int64, device="cpu") for _ in range(2))
             receive = self.links.start(lambda: dist.irecv(heard, group=group, tag=tag, group_src=before), what)
