@@ -570,7 +570,7 @@ def has_compiled() -> bool:
 def is_compiled(module: torch.nn.Module) -> bool:
     """Return whether a module is compiled, by `module.compile(...)` or `torch.compile`."""
     call = module.__dict__.get("_compiled_call_impl")
-    return getattr(call, "args", (call,))[0] not in (None, module._call_impl) or "_orig_mod" in module._modules
+    return getattr(call, "args", (call,))[-1] not in (None, module._call_impl) or "_orig_mod" in module._modules
 
 
 def call_through(module: torch.nn.Module, call: Callable[..., Any]) -> None:

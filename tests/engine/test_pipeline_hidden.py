@@ -15,9 +15,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 import zeroshard as zs
+from tests.oracle import run_cases
 from zeroshard.testing import run_ranks
 
 Forward = Callable[[Any, Tensor], Tensor]
@@ -357,3 +360,36 @@ def test_ranks_with_other_lengths_evaluate_in_equally_many_passes() -> None:
     (x, y), model = batch(), Model(plain).double()
     expected = sum(F.mse_loss(model(x[:rows]), y[:rows]).item() for rows in (7, 8)) / 2
     assert run_ranks(uneven, 4, timeout_s=90.0) == pytest.approx([expected] * 4, rel=1e-12)
+
+
+def split_model(p: float) -> nn.Sequential:
+    torch.manual_seed(7)
+    return nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8), nn.Dropout(p), nn.Linear(8, 8))).double()
+
+
+def split_at_the_border(is_local: bool, p: float) -> tuple[float, str]:
+    """Cut a model where activations are split over their rows; return the loss and the error of a step."""
+    mesh, model = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipe", "tensor")), split_model(p)
+    to_parts = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(0), use_local_output=is_local)
+    plan = {"0": to_parts, "1.0": ColwiseParallel(input_layouts=Shard(0)), "1.2": RowwiseParallel()}
+    parallelize_module(model, mesh["tensor"], plan)
+    settings = zs.Settings(watchdog_s=20.0)
+    pipe = zs.pipeline(model, mesh=mesh, micro_batches=2, loss=F.mse_loss, settings=settings)
+    torch.manual_seed(7)
+    try:
+        return pipe.step(*batch()).item(), ""
+    except RuntimeError as error:
+        return 0.0, str(error)
+
+
+def test_parts_of_activations_cross_a_border_and_dtensors_are_refused() -> None:
+    (x, y), model = batch(), split_model(0.0)
+    expected = F.mse_loss(model(x), y).item()
+    cases = [(True, 0.0), (True, 0.5), (False, 0.0)]
+    by_case = run_cases(split_at_the_border, 4, cases, timeout_s=120.0)
+    for loss, error in by_case[True, 0.0]:
+        assert not error and loss == pytest.approx(expected, rel=1e-12)
+    for _, error in by_case[True, 0.5]:
+        assert not error  # a part of a pipe is not taken for a compiled one, which may draw nothing
+    for _, error in by_case[False, 0.0]:
+        assert "'1' begins chunk 1, and is given a DTensor" in error

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from zeroshard.parallel.cut import Cut
 from zeroshard.parallel.following import Came, Following
 from zeroshard.parallel.remote import Absence, Remote, remote
-from zeroshard.torch_private import call_through, version_of
+from zeroshard.torch_private import call_through, has_split, version_of
 from zeroshard.tree import find, map_tensors
 
 __all__ = ["Border", "ChunkedModel", "Learned", "with_graph"]
@@ -365,6 +365,11 @@ class ChunkedModel:
                 "first micro-batch."
             )
         self._sent = tuple(tensors[at] for at in self._learned.left)
+        if has_split(map(type, self._sent)):
+            raise RuntimeError(
+                f"{self.place} '{name}' begins chunk {chunk}, and is given a DTensor, which messages do not carry. "
+                "Give it local tensors: write use_local_output=True in the plan of the layer before it."
+            )
         raise _Left
 
     def _crossing(self, tensors: Sequence[Tensor], least: Came) -> tuple[int, ...]:
