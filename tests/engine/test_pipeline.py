@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import nn
@@ -16,6 +17,7 @@ import zeroshard as zs
 from tests import models
 from tests.contract.blocks import examples, run_block
 from tests.contract.source import REPOSITORY
+from tests.oracle import run_cases
 from tests.rotation import is_whole, third
 from zeroshard.testing import run_ranks
 
@@ -251,6 +253,33 @@ def test_a_tied_weight_that_is_trained_later_is_one_parameter() -> None:
     expected = train_unfrozen(False)
     for weight in run_ranks(train_unfrozen, 2, True, timeout_s=TIMEOUT_S):
         torch.testing.assert_close(weight, expected, rtol=1e-12, atol=1e-12)
+
+
+def written_back(stage: int) -> tuple[str, str]:
+    """Change a tied weight on the first rank of each place, and then of one place; return the errors after the last."""
+    model = language_model(torch.float64)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipe", "shard"))
+    pipe = zs.pipeline(model, mesh=mesh, micro_batches=MICRO, loss=language_loss, stage=stage)
+
+    def scale(ranks: tuple[int, ...]) -> None:
+        with pipe.zero.gathered(writeback=True), torch.no_grad():
+            if dist.get_rank() in ranks:
+                model.embedding.weight.mul_(3)
+
+    scale((0, 2))
+    pipe.zero.check_copies()
+    with pytest.raises(zs.RankMismatchError) as at_exit:
+        scale((0,))
+    with pytest.raises(zs.RankMismatchError) as later:
+        pipe.zero.check_copies()
+    return str(at_exit.value), str(later.value)
+
+
+def test_a_tied_weight_that_is_written_at_one_place_is_an_error() -> None:
+    for stage, by_rank in run_cases(written_back, 4, third([(3,), (0,)]), timeout_s=2 * TIMEOUT_S).items():
+        for told in by_rank:
+            for text, what in zip(told, ("gathered(writeback=True)", "check_copies()"), strict=True):
+                assert f"After {what}: 'embedding.weight', which is tied over places" in text, stage
 
 
 def names_in_groups() -> tuple[list[str], list[str]]:

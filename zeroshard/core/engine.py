@@ -91,6 +91,8 @@ class Engine(Ending):
         self.norms_of_places: NormsOfPlaces = lambda norms, *_: norms
         self.check_caller: Callable[[], None] = lambda: None
         """Called before each backward, and before gradients are assigned; see `parallel/pipe.py`."""
+        self.check_tied: Callable[[str], None] = lambda what: None
+        """Compares parameters that several places of a pipe have, after what user code did."""
         self.check_forward: Callable[[str, Any], None] = lambda name, inputs: None
         """Called before each forward, with the name of a method that is not the model's forward, and its inputs."""
         self.unread: Callable[[], None] | None = None

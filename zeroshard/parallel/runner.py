@@ -90,6 +90,7 @@ class Runner:
         self.engine, self.chunked, self.loss, self.reduces_last = engine, chunked, loss, reduces_last
         self.training, self.ranks, self.own = training, ranks, ranks.index(engine.comm.across.mesh.rank)
         self.tied, self.again = Tied(engine, shared), Again(engine, chunked.model, units)
+        engine.check_tied = self.tied.check
         self.chunks = {
             chunk: Chunk(f"chunk {chunk}", numbers, chunk == chunked.cut.count - 1) for chunk, numbers in units.items()
         }

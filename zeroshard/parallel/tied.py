@@ -1,10 +1,12 @@
 """Parameters that several places of a pipe have, such as a tied embedding: the sum of their gradients.
 
-Owns the exchange of these gradients before each step. The places have equal values and states from the start, and make
-equal updates from equal sums, so nothing else is exchanged. Each such parameter is a unit of its own (`plan_units`), so
-its shards are cut alike at each place. Norms count it once (`norms_over` in `parallel/pipe.py`).
+Owns the exchange of these gradients before each step, and the comparison of values after user code. The places have
+equal values and states from the start, and make equal updates from equal sums, so nothing else is exchanged. Each such
+parameter is a unit of its own (`plan_units`), so its shards are cut alike at each place. Norms count it once
+(`norms_over` in `parallel/pipe.py`).
 """
 
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import final
 
@@ -14,6 +16,8 @@ from torch import Tensor, nn
 from zeroshard.core.engine import Engine
 from zeroshard.core.gradient import part_of
 from zeroshard.core.slot import slot_of
+from zeroshard.table.errors import RankMismatchError
+from zeroshard.whole.copies import sum_bits
 from zeroshard.wire.comm import Pending, Tag
 
 __all__ = ["Tied"]
@@ -31,7 +35,8 @@ class Tied:
     """
 
     def __init__(self, engine: Engine, shared: Mapping[nn.Parameter, Sequence[int]]) -> None:
-        self._engine, self._count, self._has_added = engine, 0, False
+        self._engine: Engine = weakref.proxy(engine)  # it has this object
+        self._count, self._has_added = 0, False
         self._all = shared
 
     @property
@@ -74,21 +79,50 @@ class Tied:
 
         Collective: each place sends its shard of the gradient to the others.
         """
-        comm, self._has_added = self._engine.comm.across, True
+        self._has_added = True
         for parameter, ranks in self._shared:
-            own, me, pending = self._part(parameter), comm.mesh.rank, list[Pending]()
-            found = {rank: own.clone() if rank == me else torch.empty_like(own) for rank in ranks}
-            self._count += 1
-            tag = Tag(self._count, BUCKET, f"the gradient of '{slot_of(parameter).name}' at another place of the pipe")
-            for rank in [one for one in ranks if one != me]:
-                # Of two ranks one begins with the send: NCCL's messages wait for the one before.
-                for sends in (me < rank, me > rank):
-                    pending.append(comm.send(found[me], rank, tag) if sends else comm.receive(found[rank], rank, tag))
-            for one in pending:
-                one.wait()
-            own.copy_(found[ranks[0]])
-            for rank in ranks[1:]:
-                own.add_(found[rank])
+            own = self._part(parameter)
+            first, *others = self._of_places(own, ranks, f"the gradient of '{slot_of(parameter).name}'")
+            own.copy_(first)
+            for one in others:
+                own.add_(one)
+
+    def check(self, what: str) -> None:
+        """Raise on every rank of the mesh unless all places have equal values.
+
+        Raises:
+            RankMismatchError: with the first parameter that differs.
+
+        Collective: each place sends 8 bytes for each parameter to the others; a vote of all places.
+        """
+        unlike = ""
+        for parameter, ranks in self._all.items():
+            slot = slot_of(parameter)
+            part = slot.bucket.shard[slice(*slot.bucket.layout.parts(*slot.bucket.spec.shard)[slot.index])]
+            sums = self._of_places(sum_bits(part).to(part.device), ranks, f"'{slot.name}'")
+            unlike = unlike or slot.name * any(int(one) != int(sums[0]) for one in sums)
+        mesh = self._engine.mesh
+        if not self._engine.order.votes.span(f"{what}: tied parameters", int(not unlike)):
+            name = f"'{unlike}', which is" if unlike else "A parameter, which the errors there name, and which is"
+            raise RankMismatchError(
+                f"{mesh} After {what}: {name} tied over places of the pipe, differs between them. Rank 0 of gathered() "
+                "is the first rank of each place: change a tied parameter alike on the first rank of each."
+            )
+
+    def _of_places(self, own: Tensor, ranks: Sequence[int], what: str) -> list[Tensor]:
+        """Return a tensor of each of some ranks, this one among them, in their order."""
+        comm, pending = self._engine.comm.across, list[Pending]()
+        me = comm.mesh.rank
+        found = {rank: own.clone() if rank == me else torch.empty_like(own) for rank in ranks}
+        self._count += 1
+        tag = Tag(self._count, BUCKET, f"{what} at another place of the pipe")
+        for rank in [one for one in ranks if one != me]:
+            # Of two ranks one begins with the send: NCCL's messages wait for the one before.
+            for sends in (me < rank, me > rank):
+                pending.append(comm.send(found[me], rank, tag) if sends else comm.receive(found[rank], rank, tag))
+        for one in pending:
+            one.wait()
+        return [*found.values()]
 
     @staticmethod
     def _part(parameter: nn.Parameter) -> Tensor:

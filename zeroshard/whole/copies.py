@@ -46,6 +46,7 @@ def check_copies(engine: Engine, model: nn.Module, optimizers: Sequence[ShardedO
         failure = "Copies at another place of the pipe are no longer equal; the errors there name them."
     if failure:
         raise RankMismatchError(f"{engine.mesh} {failure}")
+    engine.check_tied("check_copies()")
 
 
 def _difference(engine: Engine, copies: Sequence[Copy]) -> str:

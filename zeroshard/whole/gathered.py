@@ -33,7 +33,7 @@ Tensor = torch.Tensor
 def gathered(
     engine: Engine, model: nn.Module, optimizers: Sequence[ShardedOptimizer], *, writeback: bool, states: bool
 ) -> Iterator[None]:
-    """Gather all parameters; on exit with `writeback`, broadcast the values of rank 0.
+    """Gather all parameters; on exit with `writeback`, broadcast the values of rank 0 of this place.
 
     Collective: gathers of all units (and all states) on entry; with `writeback`, broadcasts on exit.
     """
@@ -154,6 +154,7 @@ def _spread(engine: Engine, model: nn.Module, expanded: Sequence["WholeStates"])
                 bucket.updates += 1
         for name, tensor, is_part in [*buffers, *named]:
             engine.comm.broadcast(tensor, name, "state", is_part=is_part)
+    engine.check_tied("gathered(writeback=True)")
 
 
 @final
