@@ -59,7 +59,8 @@ class Model(nn.Module):
         self.blocks = nn.ModuleList(Block() for _ in range(4))
         self.head = nn.Linear(8, 8)
         self.register_buffer("count", torch.zeros(()))
-        self.skips = False
+        self.register_buffer("mean", torch.zeros(()), persistent=False)
+        self.skips, self.forwards, self.largest = False, 0, 0.0
 
     def forward(self, x: Tensor, skip: bool = False) -> Tensor:
         return self.way(self, (x, skip)) if self.way is with_a_flag else self.way(self, x)
@@ -128,6 +129,16 @@ def counts(m: Model, x: Tensor) -> Tensor:
     return y
 
 
+def counts_forwards(m: Model, x: Tensor) -> Tensor:
+    m.forwards += 1
+    return plain(m, x) / m.forwards
+
+
+def follows_inputs(m: Model, x: Tensor) -> Tensor:
+    m.mean = 0.9 * m.mean + 0.1 * x.mean()
+    return plain(m, x - m.mean)
+
+
 def draws(m: Model, x: Tensor) -> Tensor:
     noise = torch.randn_like(x)
     h = m.stem(x + noise)
@@ -137,6 +148,7 @@ def draws(m: Model, x: Tensor) -> Tensor:
 
 
 def in_place(m: Model, x: Tensor) -> Tensor:
+    m.largest = float(x.max())  # the same after each chunk
     h = m.stem(x.div_(2))
     h += 1
     for block in m.blocks:
@@ -289,6 +301,14 @@ REFUSED: MappingProxyType[str, tuple[Callable[[], str], str]] = MappingProxyType
         "numpy": (functools.partial(stepped, reads(lambda t: t.numpy()[()])), "reads a value of 'stem' (numpy)"),
         "a view": (functools.partial(stepped, writes_through_a_view), "needs a value of 'stem'"),
         "a counter": (functools.partial(stepped, counts), "changes the buffer 'count'"),
+        "a count of forwards": (
+            functools.partial(stepped, counts_forwards, schedule="interleaved"),
+            "changes 'forwards' of a module without parameters each time",
+        ),
+        "a running mean": (
+            functools.partial(stepped, follows_inputs, schedule="interleaved"),
+            "changes 'mean' of a module without parameters each time",
+        ),
         "noise": (functools.partial(stepped, draws), "needs random numbers that the code between modules draws"),
         "a loss without a graph": (with_a_detached_loss, "the loss has no graph"),
         "parameters of a loss": (

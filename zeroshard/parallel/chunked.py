@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from zeroshard.parallel.cut import Cut
 from zeroshard.parallel.following import Came, Following
+from zeroshard.parallel.outside import Outside
 from zeroshard.parallel.remote import Absence, Remote, remote
 from zeroshard.torch_private import call_through, has_split, version_of
 from zeroshard.tree import find, map_tensors
@@ -100,6 +101,7 @@ class ChunkedModel:
         absence: Absence | None = None,
     ) -> None:
         self.model, self.cut, self.own, self._removed, self.absence = model, cut, own, removed, absence or Absence()
+        self.outside = Outside(model, cut.parts, len(own))
         self._forward: Callable[..., Any] = model.forward
         self._routes = {part: functools.partial(self.call, part) for part in cut.parts}
         self.chunk: int | None = None
@@ -177,7 +179,7 @@ class ChunkedModel:
                 "pipe.step(), and evaluate with pipe.evaluate(), which run it on all places."
             )
         is_last = self.chunk == self.cut.count - 1
-        before = None if self._learned.is_known else self._versions()
+        before = None if self._learned.is_known else self.outside.versions()
         try:
             with self._followed():
                 output = self._forward(*args, **kwargs)
@@ -206,29 +208,13 @@ class ChunkedModel:
             yield
 
     def _refuse_changes(self, before: Mapping[str, tuple[int, int]] | None) -> None:
-        """Raise if the forward changed a saved buffer outside of parts.
+        """Raise if the first forward changed state outside of parts.
 
         Args:
-            before: what `_versions` returned; None in later forwards.
+            before: the versions of saved buffers; None in later forwards.
         """
-        now = self._versions() if before is not None else {}
-        if changed := [name for name, version in now.items() if before is not None and before.get(name) != version]:
-            raise RuntimeError(
-                f"{self.place} The forward of {type(self.model).__name__} changes the buffer '{changed[0]}' of a "
-                "module without parameters, which runs at every place of the pipe, and not equally often. Change it "
-                "outside of the model, or in a module that has parameters."
-            )
-
-    def _versions(self) -> dict[str, tuple[int, int]]:
-        """Return the identity and version of each saved buffer outside of parts."""
-        inside = {inner for part in self.cut.parts for inner in part.modules()}
-        return {
-            f"{path}.{key}".removeprefix("."): (id(one), version_of(one))
-            for path, module in self.model.named_modules()
-            if module not in inside
-            for key, one in module._buffers.items()
-            if one is not None and key not in module._non_persistent_buffers_set and not one.is_inference()
-        }
+        if before is not None and (following := self._following) is not None and self.chunk is not None:
+            self.outside.refuse_changes(self.place, self.chunk, before, lambda one: following.source_of(one)[0] > 0)
 
     def call(self, part: nn.Module, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a part, or return what stands for its output; the replacement of a part's `__call__`."""
