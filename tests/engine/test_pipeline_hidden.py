@@ -4,6 +4,7 @@ Each case was trained silently, on other losses or gradients than those of one p
 """
 
 import functools
+import random
 import warnings
 from collections.abc import Callable
 from types import MappingProxyType
@@ -21,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zeroshard as zs
 from tests.oracle import run_cases
+from zeroshard.parallel.drawn import Drawn, drawn
 from zeroshard.testing import run_ranks
 
 Forward = Callable[[Any, Tensor], Tensor]
@@ -147,12 +149,24 @@ def draws(m: Model, x: Tensor) -> Tensor:
     return m.head(h) - noise
 
 
+def draws_a_number(m: Model, x: Tensor) -> Tensor:
+    factor = 1 + 2 * torch.rand(()).item()
+    return plain(m, x * factor) / factor
+
+
+def draws_by_python(m: Model, x: Tensor) -> Tensor:
+    factor = 1 + random.random()
+    return plain(m, x * factor) / factor
+
+
 def in_place(m: Model, x: Tensor) -> Tensor:
     m.largest = float(x.max())  # the same after each chunk
-    h = m.stem(x.div_(2))
+    factor = 1 + torch.rand(()).item()  # for the first chunk alone
+    h = m.stem(x.div_(2) * factor / factor)
     h += 1
     for block in m.blocks:
-        h = block(h)
+        if torch.rand(()).item() >= 0:  # layers that are dropped at random, of which none is
+            h = block(h)
     return m.head(h)
 
 
@@ -195,10 +209,10 @@ def with_a_later_attribute() -> str:
     return ""
 
 
-def with_an_attribute() -> str:
+def warned(way: Forward) -> str:
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        stepped(beside(lambda x: "attribute", lambda m, told, y: y))
+        stepped(way)
     return " ".join(str(one.message) for one in told)
 
 
@@ -287,7 +301,10 @@ REFUSED: MappingProxyType[str, tuple[Callable[[], str], str]] = MappingProxyType
             functools.partial(stepped, beside(lambda x: "buffer", lambda m, told, y: y + m.blocks[0].last)),
             "needs a value of 'blocks.0'",
         ),
-        "an attribute of a part": (with_an_attribute, "Module 'blocks.0' keeps a value of its forward as 'kept'"),
+        "an attribute of a part": (
+            functools.partial(warned, beside(lambda x: "attribute", lambda m, told, y: y)),
+            "Module 'blocks.0' keeps a value of its forward as 'kept'",
+        ),
         "a number": (
             functools.partial(stepped, beside(lambda x: "number", lambda m, told, y: y)),
             "beside its tensors, and returned",
@@ -310,6 +327,14 @@ REFUSED: MappingProxyType[str, tuple[Callable[[], str], str]] = MappingProxyType
             "changes 'mean' of a module without parameters each time",
         ),
         "noise": (functools.partial(stepped, draws), "needs random numbers that the code between modules draws"),
+        "a drawn number": (
+            functools.partial(stepped, draws_a_number),
+            "needs random numbers that the code between modules draws (rand)",
+        ),
+        "a number that Python draws": (
+            functools.partial(warned, draws_by_python),
+            "The code between modules draws random numbers by Python or NumPy",
+        ),
         "a loss without a graph": (with_a_detached_loss, "the loss has no graph"),
         "parameters of a loss": (
             with_parameters_of_a_loss,
@@ -345,6 +370,15 @@ def test_what_a_pipe_does_not_see_is_refused_on_all_ranks() -> None:
         assert any(text in one for one in told), (name, told)
         # The warning is that of the rank that has the module; all others are errors everywhere.
         assert all(told), (name, told)
+
+
+def test_drawn_numbers_are_known_through_arithmetic() -> None:
+    half, three = drawn(0.5, "rand"), drawn(3, "randint")
+    found = [1 + half, half + 1, 2 * half - 1, 1 / half, half**2, -half, three // 2, 7 % three, half * three]
+    assert found == [1.5, 1.5, 0.0, 2.0, 0.25, -0.5, 1, 1, 1.5]
+    assert all(isinstance(one, Drawn) for one in found)
+    assert torch.equal(half * torch.ones(2) * three, torch.full((2,), 1.5))
+    assert drawn(True, "rand") is True  # a decision
 
 
 def both(**options: Any) -> Any:

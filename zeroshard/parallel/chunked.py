@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from zeroshard.parallel.cut import Cut
+from zeroshard.parallel.drawn import Drawn
 from zeroshard.parallel.following import Came, Following
 from zeroshard.parallel.outside import Outside
 from zeroshard.parallel.remote import Absence, Remote, remote
@@ -205,7 +206,10 @@ class ChunkedModel:
         own = {name: self.model.get_parameter(name) for name, chunk in self.cut.loose.items() if chunk in self.own}
         with Following(own, self._removed, self.place, is_first=self.chunk == 0) as self._following:
             self._following.note(self._arrived, Came.HERE, "the border")
-            yield
+            try:
+                yield
+            finally:
+                self._following.warn_of_others()
 
     def _refuse_changes(self, before: Mapping[str, tuple[int, int]] | None) -> None:
         """Raise if the first forward changed state outside of parts.
@@ -244,10 +248,12 @@ class ChunkedModel:
         plainly = [one for one in find((args, kwargs), Tensor) if not following.source_of(one)[0]]
         before = _state_of(plainly, (args, kwargs))
         is_nested, following.is_inside = following.is_inside, True
+        following.look(is_outside=not is_nested)
         try:
             output = plain(*args, **kwargs)
         finally:
             following.is_inside = is_nested
+            following.look(is_outside=False)
         if not is_nested and before != _state_of(plainly, (args, kwargs)):
             raise RuntimeError(
                 f"{self.place} Module '{name}' changes an argument in place that other places of the pipe have, too, "
@@ -364,7 +370,8 @@ class ChunkedModel:
 
     def _refuse(self, given: Any, who: str) -> None:
         """Raise if a part, or the output, needs a value that is not here, or random numbers of its own place."""
-        for tensor in find(given, Tensor):
+        needed: list[Tensor | Drawn] = find(given, Tensor, Drawn)
+        for tensor in needed:
             if isinstance(tensor, Remote):
                 raise RuntimeError(
                     f"{self.place} {who} needs a value of '{tensor.origin}', which is at another place of the pipe, "

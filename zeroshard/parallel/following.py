@@ -4,6 +4,7 @@ Owns a mode of torch that follows them, and the names of functions that draw ran
 messages. `parallel/chunked.py` asks it what crosses a border.
 """
 
+import warnings
 from collections.abc import Mapping, Sequence
 from enum import IntEnum
 from typing import Any, final
@@ -11,6 +12,7 @@ from typing import Any, final
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from zeroshard.parallel.drawn import Drawn, drawn, states_of_others
 from zeroshard.parallel.remote import SHAPE_OF_SECOND, VALUE_FREE, Remote, writes
 from zeroshard.torch_private import base_of
 from zeroshard.tree import find
@@ -54,6 +56,8 @@ class Following(TorchFunctionMode):
         """Whether a part runs, whose code is not followed."""
         # The tensors, too: an identity is that of a living tensor only.
         self._known: dict[int, tuple[Tensor, Came, str]] = {}
+        self._others = states_of_others()
+        self._has_drawn_otherwise = False
         for name, tensor in own.items():
             self.note(tensor, Came.HERE, name)
         for name, tensor in removed.items():
@@ -64,8 +68,25 @@ class Following(TorchFunctionMode):
         for one in find(value, Tensor):
             self._known[id(one)] = one, source, name
 
-    def source_of(self, tensor: Tensor) -> tuple[int, str]:
-        """Return where a tensor comes from, and the part; 0 if it depends on none."""
+    def look(self, *, is_outside: bool) -> None:
+        """Note whether Python or NumPy drew numbers since the last look, if code between parts ran."""
+        before, self._others = self._others, states_of_others()
+        self._has_drawn_otherwise |= is_outside and before != self._others
+
+    def warn_of_others(self) -> None:
+        """Warn, at the end of a chunk, if Python or NumPy drew numbers between parts."""
+        self.look(is_outside=True)
+        if self._has_drawn_otherwise:
+            warnings.warn(
+                f"{self._place} The code between modules draws random numbers by Python or NumPy, at each place of the "
+                "pipe other ones. If a later chunk needs them, draw them before, and pass them with the inputs.",
+                stacklevel=2,
+            )
+
+    def source_of(self, tensor: Tensor | Drawn) -> tuple[int, str]:
+        """Return where a tensor or number comes from, and the part; 0 if it depends on none."""
+        if isinstance(tensor, Drawn):
+            return Came.DRAWN, tensor.origin
         if isinstance(tensor, Remote):
             return Came.ELSEWHERE, tensor.origin
         _, source, name = self._known.get(id(tensor), (tensor, 0, ""))
@@ -90,13 +111,15 @@ class Following(TorchFunctionMode):
             if is_drawn:
                 self.note(result, Came.DRAWN, called)
             return result
-        given = find((args[:1] if func in SHAPE_OF_SECOND else args, kwargs), Tensor)
+        given: list[Tensor | Drawn] = find((args[:1] if func in SHAPE_OF_SECOND else args, kwargs), Tensor, Drawn)
         sources = [self.source_of(one) for one in given]
         source, name = max(sources, default=(0, ""))
-        if source == Came.HERE and (drawn := [one for kind, one in sources if kind == Came.DRAWN]):
-            self.refuse_drawn(f"{called}()", drawn[0])
+        if source == Came.HERE and (names := [one for kind, one in sources if kind == Came.DRAWN]):
+            self.refuse_drawn(f"{called}()", names[0])
         if not source and is_drawn:
             source, name = Came.DRAWN, called
+        if source == Came.DRAWN and called == "item":
+            return drawn(result, name)
         if source:
             self.note(result, Came(source), name)
             if writes(called, kwargs):
