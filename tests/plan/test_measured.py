@@ -156,6 +156,20 @@ class Convolutions(nn.Module):
         return y
 
 
+class Loss(nn.Module):
+    """A loss that is computed within the model."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.first, self.function = nn.Linear(H, H, bias=False), getattr(F, name)
+
+    def forward(self, x: Tensor) -> Tensor:
+        loss: Tensor = self.function(
+            self.first(x.flatten(1)[:, :H].repeat(4096 // B, 1)).sigmoid(), x.new_ones(4096, H)
+        )
+        return loss
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "linear": lambda: nn.Sequential(nn.Linear(H, 4 * H), nn.ReLU(), nn.Linear(4 * H, H)),
     "norm": lambda: nn.Sequential(nn.Linear(H, H), nn.LayerNorm(H), nn.GELU(), nn.Linear(H, H)),
@@ -208,6 +222,11 @@ def test_a_step_of_a_module(name: str) -> None:
 
 def test_a_step_of_convolutions() -> None:
     close(*compare(Convolutions, torch.optim.SGD))
+
+
+@pytest.mark.parametrize("name", ["mse_loss", "smooth_l1_loss", "soft_margin_loss"])
+def test_a_loss_keeps_the_storage_of_its_elements(name: str) -> None:
+    close(*compare(lambda: Loss(name), torch.optim.SGD))
 
 
 @pytest.mark.parametrize(

@@ -104,6 +104,18 @@ def test_flash_attention_has_a_gradient_in_fp32_in_its_backward() -> None:
     assert taken == 4 * rows * 32 + 4 * rows
 
 
+@pytest.mark.parametrize("name", ["mse_loss", "smooth_l1_loss", "binary_cross_entropy", "soft_margin_loss"])
+@pytest.mark.parametrize("personality", ["cuda", "cpu"])
+def test_a_loss_has_the_storage_of_its_elements(name: str, personality: str) -> None:
+    def made(reduction: str) -> set[int]:
+        model = Function(lambda x: getattr(F, name)(x, torch.zeros_like(x), reduction=reduction))
+        events = traced(model, personality=personality).events
+        return {e.nbytes for e in events if e.operation.startswith(f"aten.{name}.default") and e.nbytes > 0}
+
+    assert max(made("mean")) == max(made("sum")) == 2 * ROWS * H
+    assert made("none") == {2 * ROWS * H}
+
+
 def test_attention_inside_torch_s_own_layers_is_rewritten() -> None:
     layer = nn.TransformerEncoderLayer(H, HEADS, 2 * H, dropout=0.1, batch_first=True)
     trace = traced(layer)

@@ -39,9 +39,7 @@ class Personality(ABC):
     """The differences of a device's kernels from fake tensors on the CPU."""
 
     name: str
-
-    def __init__(self) -> None:
-        self._bias: Tensor | None = None
+    _bias: Tensor | None = None
 
     def functions(self) -> dict[Any, Callable[..., Any]]:
         """Return replacements of torch's functions."""
@@ -61,7 +59,11 @@ class Personality(ABC):
             like = [torch.empty_strided(one.shape, one.stride(), dtype=torch.bfloat16) for one in args[:2]]
             made = func(*like, *args[2:], **kwargs)
             return torch.empty_strided(made.shape, made.stride(), dtype=args[0].dtype)
-        return func(*args, **kwargs)
+        out = func(*args, **kwargs)
+        if func in _LOSSES and not out.dim():
+            # A result that shrinks keeps its storage.
+            out = out.new_empty(torch.broadcast_shapes(args[0].shape, args[1].shape)).resize_(())
+        return out
 
     def prepare(self, optimizer: torch.optim.Optimizer) -> None:
         """Make an optimizer choose the implementation that it would choose on the device."""
@@ -362,25 +364,35 @@ def _cuda_flash_backward(args: tuple[Any, ...], out: Any) -> int:
 
 def _cuda_efficient_backward(args: tuple[Any, ...], out: Any) -> int:
     """Return the bytes of one fp32 number per row of the queries."""
-    query = args[1]
-    return int(4 * query.shape[0] * query.shape[1] * query.shape[2])
+    return int(4 * args[1].shape[:3].numel())
 
 
-_OF_BOTH: Final = {aten._safe_softmax.default: _safe_softmax} | dict.fromkeys(
-    (aten.mm.default, aten.bmm.default, aten.addmm.default), _product
+_LOSSES: Final = tuple(
+    getattr(aten, name).default for name in ("mse_loss", "smooth_l1_loss", "binary_cross_entropy", "soft_margin_loss")
 )
+"""Their kernels, on CPUs and GPUs, compute all elements into the result, or beside it, and reduce them last.
+
+Source: aten/src/ATen/native/Loss.cpp and cuda/Loss.cu.
+"""
+_OF_BOTH: Final = {
+    aten._safe_softmax.default: _safe_softmax,
+    **dict.fromkeys((aten.mm.default, aten.bmm.default, aten.addmm.default), _product),
+    **dict.fromkeys(_LOSSES[:2], lambda args, out: int(out.untyped_storage().nbytes() - out.nbytes)),
+    # The negated targets, and their products with the predictions, of which the exponentials are made.
+    aten.soft_margin_loss_backward.default: lambda args, out: 2 * int(out.nbytes),
+}
 _WORKSPACES: Final[Mapping[str, Mapping[Any, Callable[[tuple[Any, ...], Any], int]]]] = MappingProxyType(
     {
-        "cpu": _OF_BOTH
-        | {
+        "cpu": {
+            **_OF_BOTH,
             aten._scaled_dot_product_flash_attention_for_cpu.default: _cpu_flash,
             aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _cpu_flash_backward,
             aten.native_layer_norm_backward.default: _cpu_layer_norm_backward,
             aten.convolution.default: _cpu_convolution,
             aten.convolution_backward.default: _cpu_convolution_backward,
         },
-        "cuda": _OF_BOTH
-        | {
+        "cuda": {
+            **_OF_BOTH,
             aten._scaled_dot_product_flash_attention_backward.default: _cuda_flash_backward,
             aten._scaled_dot_product_efficient_attention_backward.default: _cuda_efficient_backward,
         },
