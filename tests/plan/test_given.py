@@ -9,6 +9,7 @@ from torch import nn
 
 from zeroshard.plan.given import inputs_of, longest_of, module_of
 from zeroshard.plan.planning import make_plan
+from zeroshard.plan.search import search
 from zeroshard.plan.shape.shapes import NoShapeError, shape_of_config
 from zeroshard.plan.traced import tokens_of
 
@@ -205,3 +206,37 @@ def test_what_a_configuration_leaves_to_transformers_is_its_default(
 def test_what_shapes_lack_is_traced(kind: str, key: str, value: object) -> None:
     with pytest.raises(NoShapeError, match=f"shapes have no {key}"):
         shape_of_config({"model_type": kind, key: value}, "one")
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("llama", "LlamaModel"),
+        ("mistral", "MistralForSequenceClassification"),
+        ("gpt2", "GPT2ForTokenClassification"),
+        ("llama", "LlamaForCausalLM"),
+        ("gpt2", "GPT2LMHeadModel"),
+    ],
+)
+def test_a_configuration_is_of_the_class_that_it_names(kind: str, name: str, tmp_path: Path) -> None:
+    """A model without a head over the vocabulary is no shape."""
+    sizes = {"n_layer": 1, "n_embd": 32, "n_head": 2} if kind == "gpt2" else {**SMALL, "num_key_value_heads": 1}
+    config = {"model_type": kind, **sizes, "vocab_size": 100, "architectures": [name]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    plan = make_plan(tmp_path, world_size=2, batch=2, seq=8)
+    read = transformers.AutoConfig.from_pretrained(tmp_path)
+    with torch.device("meta"):
+        model = getattr(transformers, name)(read)
+    assert plan.parameters_numel == sum(one.numel() for one in model.parameters())
+    is_shape = name.endswith(("ForCausalLM", "LMHeadModel"))
+    assert (plan.model == tmp_path.name) is is_shape
+    if not is_shape:
+        with pytest.raises(NoShapeError, match=f"shapes have no {name}"):
+            search(tmp_path, world_size=2)
+
+
+def test_a_configuration_is_left_as_it_was() -> None:
+    config = transformers.GPT2Config(n_layer=1, n_embd=8, n_head=1, architectures=["GPT2ForSequenceClassification"])
+    before = config.to_dict()
+    assert make_plan(config, world_size=1, batch=2, seq=8).model == "GPT2ForSequenceClassification"
+    assert config.to_dict() == before

@@ -4,6 +4,7 @@ Owns how such a model is built, on the meta device, the inputs that it is traced
 know plans. Needs torch only where there is a module.
 """
 
+import copy
 import importlib
 import inspect
 import re
@@ -84,8 +85,11 @@ def _built(config: Any) -> Any:
     named = [getattr(transformers, one, None) for one in getattr(config, "architectures", None) or ()]
     automatic = [getattr(transformers, f"AutoModel{one}") for one in CLASSES]
     known = next((one for one in automatic if type(config) in one._model_mapping), automatic[-1])
-    if getattr(config, "is_encoder_decoder", False) and getattr(config, "decoder_start_token_id", None) is None:
-        config.decoder_start_token_id = 0  # labels are shifted by it; its value changes nothing here
+    config = copy.deepcopy(config)
+    # Labels are shifted by the one, and classifiers look for the other; their values change nothing here.
+    for name in ("pad_token_id", *["decoder_start_token_id"] * getattr(config, "is_encoder_decoder", False)):
+        if getattr(config, name, None) is None:
+            setattr(config, name, 0)
     with torch.device("meta"):
         return next(filter(None, named), known.from_config)(config)
 

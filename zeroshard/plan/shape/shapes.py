@@ -235,6 +235,8 @@ def shape_named(name: str) -> Transformer:
 
 
 _LLAMAS: Final = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "deepseek_v3")
+_HEADED: Final = ("ForCausalLM", "LMHeadModel")
+"""Ends of the names of Transformers' classes that shapes are: with a head over the vocabulary."""
 
 
 class NoShapeError(ValueError):
@@ -250,8 +252,7 @@ def read_config(path: str | Path) -> Transformer:
     Raises:
         ValueError: the file does not exist, or no shape supports its `model_type`.
     """
-    file = Path(path)
-    file = file / "config.json" if file.is_dir() else file
+    file = Path(path, "config.json") if Path(path).is_dir() else Path(path)
     try:
         config = json.loads(file.read_text())
     except (OSError, ValueError, RecursionError) as error:
@@ -263,7 +264,7 @@ def shape_of_config(config: Mapping[str, Any], name: str) -> Transformer:
     """Return the shape that a Transformers configuration describes.
 
     Raises:
-        NoShapeError: no shape supports its `model_type`, or a size is missing.
+        NoShapeError: no shape supports its `model_type` or its class, or a size is missing.
         ValueError: a size is none, or there is no `model_type`.
     """
     if not isinstance(config, Mapping):
@@ -273,6 +274,7 @@ def shape_of_config(config: Mapping[str, Any], name: str) -> Transformer:
         key for key in ("attention_bias", "mlp_bias", "mlp_only_layers", "add_cross_attention") if config.get(key)
     ]
     unknown += ["decoder_sparse_step"] * ((config.get("decoder_sparse_step") or 1) != 1)
+    unknown += [one for one in (config.get("architectures") or [])[:1] if not str(one).endswith(_HEADED)]
     unknown += ["q_lora_rank=null"] * (kind == "deepseek_v3" and config.get("q_lora_rank", 1) is None)
     if unknown or kind not in ("gpt2", *_LLAMAS, None):
         known = f"supported: gpt2, {', '.join(_LLAMAS)}"
@@ -282,10 +284,8 @@ def shape_of_config(config: Mapping[str, Any], name: str) -> Transformer:
         if kind == "gpt2":
             shape = gpt(name, config["n_layer"], config["n_embd"], config["n_head"], config["vocab_size"])
             inner, dropout = config.get("n_inner") or 4 * shape.hidden, float(config.get("resid_pdrop", 0.1) or 0)
-            is_tied = bool(config.get("tie_word_embeddings", True))
-            return replace(
-                shape, inner=inner, dropout=dropout, is_tied=is_tied, sequence=config.get("n_positions", 1024)
-            )
+            is_tied, sequence = bool(config.get("tie_word_embeddings", True)), config.get("n_positions", 1024)
+            return replace(shape, inner=inner, dropout=dropout, is_tied=is_tied, sequence=sequence)
         if kind is not None:
             return _of_llama(config, kind, name)
     except KeyError as error:
@@ -315,10 +315,8 @@ def _of_llama(config: Mapping[str, Any], kind: str, name: str) -> Transformer:
         config[key]
     experts = counts[0] if counts else 0
     inner = config.get("moe_intermediate_size") if experts else None
-    latent: tuple[int, ...] = ()
-    if kind == "deepseek_v3":
-        keys = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-        latent = tuple(config[key] for key in keys)
+    keys = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    latent = tuple(config[key] for key in keys) if kind == "deepseek_v3" else ()
     return Transformer(
         name=name,
         layers=config["num_hidden_layers"],
