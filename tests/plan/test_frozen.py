@@ -170,8 +170,11 @@ def test_parameters_that_no_forward_uses_have_no_states(case: tuple[Any, ...]) -
     plan = planned(*case)
     for rank, (held, *_) in enumerate(measured()[case]):
         one = plan.ranks[rank]
-        assert {name: held[name] for name in COLUMNS[:-1]} == {name: one.resident_bytes[name] for name in COLUMNS[:-1]}
+        assert {name: held[name] for name in COLUMNS} == {name: one.resident_bytes[name] for name in COLUMNS}
         assert held.get("host", 0) == one.elsewhere_bytes.get("host", 0)
+    states_bytes = sum(held["states"] for held, *_ in measured()[case])
+    counters_bytes = 4 * (len([*unused().parameters()]) - len([*unused().unused.parameters()]))
+    assert sum(plan.owned_bytes) == (states_bytes + counters_bytes) * (case[1] is adafactor)
 
 
 @pytest.mark.parametrize("stage", [1, 2])

@@ -40,7 +40,7 @@ def make_updates(entries: Iterable[tuple[BucketSpec, int] | Owned], cost: Sequen
 def owned_bytes(updates: Sequence[Updates], ranks: int) -> list[int]:
     """Return the bytes of matrices' states, including counters, for each rank of a replica."""
     found = [0] * ranks
-    for one in (one for some in updates for one in some.whole if one.bucket.is_trained):
+    for one in (one for some in updates for one in some.trained.whole):
         for rank in range(ranks) if one.bucket.updates_all else [one.owner]:
             found[rank] += one.state_bytes + one.counter_bytes
     return found

@@ -77,7 +77,7 @@ def account_of(updates: Sequence[Updates], device: Device) -> Account:
         tuple(moved_bytes),
         tuple(one.numel_bytes(only_wide=True, is_apart=True) for one in updates),
         MappingProxyType(dict(moved_apart)),
-        [turns_of(one.whole, device) for one in updates],
+        [turns_of(one.trained.whole, device) for one in updates],
     )
 
 
