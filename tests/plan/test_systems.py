@@ -45,6 +45,12 @@ def test_fsdp2_keeps_masters_alone() -> None:
     assert theirs.film.sent_bytes == ours.film.sent_bytes
 
 
+def test_systems_keep_masters_unless_they_are_asked_not_to() -> None:
+    ours, theirs = plan(stage=0), plan("ddp")
+    assert theirs.asked.precision == ours.asked.precision
+    assert theirs.resident_bytes["states"] == ours.resident_bytes["states"]
+
+
 def test_gathers_that_nothing_hides_are_waited_for() -> None:
     slow = dataclasses.replace(DEVICES["a100-80"], link_bytes_per_s=10e9)
     beside, after = (
