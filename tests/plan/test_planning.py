@@ -338,6 +338,24 @@ def test_a_module_is_traced_and_left_as_it_is() -> None:
     assert plan.resident_bytes["parameters"] * 2 == pytest.approx(plan.parameters_numel * 4, rel=0.01)
 
 
+@pytest.mark.parametrize("stage", [0, 3])
+def test_gradients_of_sparse_embeddings_are_made_dense(stage: int) -> None:
+    def planned(*, is_sparse: bool) -> zs.Plan:
+        model = nn.Sequential(nn.Embedding(4000, 64, sparse=is_sparse), nn.Linear(64, 8))
+        return zs.plan(model, world_size=2, stage=stage, inputs=[torch.zeros(4, 16, dtype=torch.int64)])
+
+    assert planned(is_sparse=True).ranks == planned(is_sparse=False).ranks
+
+
+def test_several_gradients_of_a_sparse_embedding_are_added() -> None:
+    class Twice(nn.Embedding):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * super().forward(x.flip(0))
+
+    plan = zs.plan(Twice(4000, 64, sparse=True), world_size=2, inputs=[torch.zeros(64, dtype=torch.int64)])
+    assert plan.peak_bytes > 4 * 4000 * 64
+
+
 def test_a_modules_work_is_that_of_its_products() -> None:
     plan = zs.plan(small(), world_size=1, precision="fp32", inputs=[torch.zeros(4, 64, device="meta")])
     # 16 products in the forward, and two of each in the backward, but for the gradient of the inputs.

@@ -299,7 +299,7 @@ class Recorder(DispatchMode):
             self._note_result(out)
         else:
             out = self.kernels.run(func, args, kwargs)
-        made = (out,) if isinstance(out, Tensor) else find(out, Tensor)
+        made = _stored(out)
         if (exchange := exchange_of(func, args, made)) is not None:
             self.exchange(exchange)
         else:
@@ -318,7 +318,7 @@ class Recorder(DispatchMode):
 
     def _note_cost(self, func: Any, args: Any, kwargs: Any, out: Any, made: Sequence[Tensor]) -> None:
         """Record the operations and traffic of an operation; views have none."""
-        given = find((args, kwargs), Tensor)
+        given = _stored((args, kwargs))
         storages = {storage_of(one) for one in given}
         if not made or (func.is_view or (all(storage_of(one) in storages for one in made) and not _is_in_place(func))):
             return
@@ -354,7 +354,7 @@ class Recorder(DispatchMode):
         users = count_users(first)
         if self._unshared < 0:
             self._unshared = users
-        is_alone = users == self._unshared and users_of_storage(first) == 1
+        is_alone = first.layout is torch.strided and users == self._unshared and users_of_storage(first) == 1
         return is_alone and is_dense(first) and first.shape == second.shape and first.dtype == second.dtype
 
     def _note_result(self, tensor: Tensor) -> None:
@@ -398,6 +398,7 @@ class Recorder(DispatchMode):
     def _accumulated(self, parameter: Tensor) -> None:
         if (grad := parameter.grad) is None:
             return
+        grad = grad if grad.layout is torch.strided else grad.to_dense()  # as the engine does
         self.assign([grad], Category.GRADIENT)
         number, parameter_part, grad = self.number_of(grad), local_of(parameter), local_of(grad)
         if self._takes_gradients and number is not None:
@@ -421,6 +422,14 @@ def _flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> float:
     flops = 0.0 if formula is None else float(formula(*args, **kwargs, out_val=out))
     # The formulas count masked blocks, which the kernels of causal attention leave out.
     return flops / 2 if _is_attention(func) and argument_of(func, args, kwargs, "is_causal") else flops
+
+
+def _stored(value: Any) -> list[Tensor]:
+    """Return the tensors in a value that have a storage; those of a sparse one are its indices and values."""
+    found = [value] if isinstance(value, Tensor) else find(value, Tensor)
+    sparse = [one for one in found if one.layout is torch.sparse_coo]
+    found = [one for one in found if one.layout is not torch.sparse_coo]
+    return [*found, *(part for one in sparse for part in (one._indices(), one._values()))]
 
 
 def _is_attention(func: Any) -> bool:
