@@ -165,9 +165,8 @@ def _flash_splits(query: Tensor, key: Tensor) -> tuple[int, int, bool]:
 
 
 def _cpu_flash(args: tuple[Any, ...], out: Any) -> int:
-    query, key = args[:2]
-    rows, columns, is_half = _flash_splits(query, key)
-    numel = rows * columns + 2 * rows + rows * int(query.shape[3])
+    rows, columns, is_half = _flash_splits(*args[:2])
+    numel = rows * columns + 2 * rows + rows * int(args[0].shape[3])
     return torch.get_num_threads() * (4 * numel + 2 * rows * columns * is_half)
 
 
@@ -181,8 +180,7 @@ def _cpu_flash_backward(args: tuple[Any, ...], out: Any) -> int:
 
 
 def _cpu_layer_norm_backward(args: tuple[Any, ...], out: Any) -> int:
-    width = args[1].shape[-len(args[2]) :].numel()
-    return int(2 * torch.get_num_threads() * width * args[1].element_size())
+    return int(2 * torch.get_num_threads() * args[1].shape[-len(args[2]) :].numel() * args[1].element_size())
 
 
 def _safe_softmax(args: tuple[Any, ...], out: Any) -> int:
@@ -374,25 +372,27 @@ _LOSSES: Final = tuple(
 
 Source: aten/src/ATen/native/Loss.cpp and cuda/Loss.cu.
 """
-_OF_BOTH: Final = {
-    aten._safe_softmax.default: _safe_softmax,
-    **dict.fromkeys((aten.mm.default, aten.bmm.default, aten.addmm.default), _product),
-    **dict.fromkeys(_LOSSES[:2], lambda args, out: int(out.untyped_storage().nbytes() - out.nbytes)),
-    # The negated targets, and their products with the predictions, of which the exponentials are made.
-    aten.soft_margin_loss_backward.default: lambda args, out: 2 * int(out.nbytes),
-}
+_OF_BOTH: Final = (
+    {
+        aten._safe_softmax.default: _safe_softmax,
+        # The negated targets, and their products with the predictions, of which the exponentials are made.
+        aten.soft_margin_loss_backward.default: lambda args, out: 2 * int(out.nbytes),
+    }
+    | dict.fromkeys((aten.mm.default, aten.bmm.default, aten.addmm.default), _product)
+    | dict.fromkeys(_LOSSES[:2], lambda args, out: int(out.untyped_storage().nbytes() - out.nbytes))
+)
 _WORKSPACES: Final[Mapping[str, Mapping[Any, Callable[[tuple[Any, ...], Any], int]]]] = MappingProxyType(
     {
-        "cpu": {
-            **_OF_BOTH,
+        "cpu": _OF_BOTH
+        | {
             aten._scaled_dot_product_flash_attention_for_cpu.default: _cpu_flash,
             aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _cpu_flash_backward,
             aten.native_layer_norm_backward.default: _cpu_layer_norm_backward,
             aten.convolution.default: _cpu_convolution,
             aten.convolution_backward.default: _cpu_convolution_backward,
         },
-        "cuda": {
-            **_OF_BOTH,
+        "cuda": _OF_BOTH
+        | {
             aten._scaled_dot_product_flash_attention_backward.default: _cuda_flash_backward,
             aten._scaled_dot_product_efficient_attention_backward.default: _cuda_efficient_backward,
         },
