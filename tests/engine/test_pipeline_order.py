@@ -111,7 +111,7 @@ FAULTS = {
         "ranks ended with",
     ),
     "tied-twice": (
-        planted(tied, "Tied", runner, "for rank in ranks[1:]:", "for rank in ranks:"),
+        planted(tied, "Tied", runner, "for one in others:", "for one in [first, *others]:"),
         PipeProgram("gpipe", 2, is_tied=True),
         "holds",
     ),
