@@ -237,8 +237,8 @@ CHECKPOINT = (
     Bug(
         "retention keeps one less",
         "checkpoint/commit.py",
-        "older[keep - 1 :]",
-        "older[keep - 2 :]",
+        "[keep - 1 :]",
+        "[keep - 2 :]",
         "tests/checkpoint/test_retention.py",
     ),
     Bug(

@@ -303,6 +303,8 @@ def test_values_that_replace_those_of_the_founder_are_the_first_anchors(tmp_path
         one, other = (island(box, tmp_path, name, own) for name, own in zip("ab", values, strict=True))
         values[0][:] = 7  # as a checkpoint does
         one.come_back()
+        other.exchange()  # joins again
+        wait_for(lambda: "b" in one._source._post.look().needed)
         values[0] += 2
         values[1] += 4
         at_once(one.exchange, other.exchange)
