@@ -297,10 +297,22 @@ def test_a_change_that_was_acknowledged_before_an_island_joins_again_is_counted_
     assert same(values[0], np.full(3, 3.0, "<f4"))
 
 
-def test_values_that_replace_those_of_the_founder_are_the_first_anchors(tmp_path: Path, quick_disk: None) -> None:
+@pytest.mark.parametrize("late_s", [0.0, 0.2])
+def test_values_that_replace_those_of_the_founder_are_the_first_anchors(
+    late_s: float, tmp_path: Path, quick_disk: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What an island offered before it joined again is not put late, in the place of what it offers then."""
     with mailbox(tmp_path) as box:
         values = [np.zeros(3, "<f4") for _ in range(2)]
         one, other = (island(box, tmp_path, name, own) for name, own in zip("ab", values, strict=True))
+        lines = other._source._post._lines
+        use = lines.use
+
+        def use_late(what: str) -> Any:
+            time.sleep(late_s * (what == "put"))
+            return use(what)
+
+        monkeypatch.setattr(lines, "use", use_late)
         values[0][:] = 7  # as a checkpoint does
         one.come_back()
         other.exchange()  # joins again

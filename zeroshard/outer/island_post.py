@@ -312,7 +312,8 @@ class Post:
                 break
             try:
                 with self._lines.use("put") as line:
-                    if offered is not None:
+                    # A connection of a later launch would put what was offered before the island joined again.
+                    if offered is not None and self._outgoing is offered:
                         self._lines.send(line, {"do": "put", "version": offered[0]}, offered[1], self._form.piece_bytes)
                         self._forget(offered)
                     self._tell(line)
