@@ -315,7 +315,7 @@ norms_are_always_sure = planted_in_order(
 )
 nothing_is_left_over = planted_in_order("for unit in self._left_over(pass_)), None)", "for unit in ()), None)")
 passes_begin_unread = planted_in_order(
-    "            self.catch_up()\n            # A rank may run local", "            # A rank may run local"
+    "            self.catch_up()\n            # Ranks may make different", "            # Ranks may make different"
 )
 steps_vote_once = planted_in_order("        if self._has_made_rounds:", "        if False:")
 
