@@ -97,6 +97,21 @@ def test_options_of_groups_decide() -> None:
             check(lambda params, lr=lr: Scaled([{"params": [*params], "layerwise": True}], lr=lr), is_cut=True)
 
 
+class Split(nn.Parameter):
+    """Looks like a parameter that an axis "tensor" splits."""
+
+    _local_tensor = None
+
+
+def test_only_groups_with_split_parameters_must_be_element_wise() -> None:
+    weight, split = nn.Parameter(torch.zeros(4, 4)), Split(torch.zeros(4, 4))
+    groups: list[dict[str, Any]] = [{"params": [split]}, {"params": [weight], "layerwise": True}]
+    for order in (groups, groups[::-1]):
+        check_optimizers({}, [Scaled(order)], None, is_cut=False)
+        with pytest.raises(ValueError, match="Scaled is not element-wise"):
+            check_optimizers({}, [Scaled([{**one, "layerwise": True} for one in order])], None, is_cut=False)
+
+
 def test_options_of_a_group_added_later_decide() -> None:
     model = models.build(models.Stack)
     model.head.requires_grad_(False)

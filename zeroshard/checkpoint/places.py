@@ -29,6 +29,7 @@ from zeroshard.wire.mesh import Mesh
 __all__ = ["Whole", "join_model", "join_plan"]
 
 ONE: Final = "Equal names mean one parameter or buffer, which a checkpoint holds once."
+TIED: Final = "The parameter that is tied to"
 Key = tuple[str, str]
 """Kind and name of a tensor."""
 
@@ -82,7 +83,9 @@ def join_model(engine: Engine, here: Whole, what: str, advice: str) -> Whole:
             {**one, "groups": [{**group, "params": _params(told, n, g)} for g, group in enumerate(one["groups"])]}
             for n, one in enumerate(here.optimizers)
         ]
-        return Whole(specs, _aliases(told, mesh), optimizers, {name for one in told for name in one["modules"]})
+        return Whole(
+            specs, _agreed(told, mesh, "aliases", TIED), optimizers, {name for one in told for name in one["modules"]}
+        )
     raise AssertionError("together raises what it catches")
 
 
@@ -122,12 +125,12 @@ def join_plan(engine: Engine, plan: Plan, what: str) -> Plan:
                 shared[key] = at
         _check_alike(told, mesh)
         places = {item.spec.name: place for place, item in enumerate(joined) if item.spec.kind == "model"}
-        if states := _states_of_modules(told, mesh):
+        if states := _agreed(told, mesh, "modules", "get_extra_state() of module"):
             content["extra"][MODULES] = states
         content["optimizers"] = pack(_optimizers(told, mesh), places)
         generators = [item for item in plan.items if item.spec.kind == "rng"]
         extra = strict.dumps(content, EXTRA)
-        plan = replace(plan, items=(*joined, *generators), aliases=_aliases(told, mesh), extra=extra)
+        plan = replace(plan, items=(*joined, *generators), aliases=_agreed(told, mesh, "aliases", TIED), extra=extra)
         sums = torch.tensor([_sum_bits(own.get(key), mesh) for key in shared], dtype=torch.int64, device="cpu")
     if shared:
         _compare(engine, shared, sums, what)
@@ -183,27 +186,20 @@ def _joined(told: Sequence[Any], mesh: Mesh) -> Iterator[tuple[Spec, list[int], 
     yield from (one for kind in ("model", "state") for one in found.values() if one[0].kind == kind)
 
 
-def _aliases(told: Sequence[Any], mesh: Mesh) -> dict[str, str]:
-    aliases: dict[str, str] = {}
-    for place, one in enumerate(told):
-        for alias, name in one["aliases"].items():
-            if aliases.setdefault(alias, name) != name:
-                raise CheckpointError(
-                    f"'{alias}' is tied to '{name}' at {_named(mesh, place)}, and to '{aliases[alias]}' before. {ONE}"
-                )
-    return aliases
+def _agreed(told: Sequence[Any], mesh: Mesh, key: str, what: str) -> dict[str, Any]:
+    """Return the entries under a key of all places, which must agree on the value of each name.
 
-
-def _states_of_modules(told: Sequence[Any], mesh: Mesh) -> dict[str, Any]:
-    states: dict[str, Any] = {}
+    Args:
+        what: the value of a name, for the error.
+    """
+    found: dict[str, Any] = {}
     for place, one in enumerate(told):
-        for name, state in one["modules"].items():
-            if states.setdefault(name, state) != state:
+        for name, value in one[key].items():
+            if found.setdefault(name, value) != value:
                 raise CheckpointError(
-                    f"get_extra_state() of module '{name}' is {state} at {_named(mesh, place)}, and {states[name]} "
-                    f"before. {ONE}"
+                    f"{what} '{name}' is {value!r} at {_named(mesh, place)}, and {found[name]!r} before. {ONE}"
                 )
-    return states
+    return found
 
 
 # -- optimizers -------------------------------------------------------------------------------------------------------

@@ -159,21 +159,21 @@ def admit_groups(
     """
     mark = whole_of(optimizer)
     whole = None if mark is SHAPED else mark
-    taken, left = list[tuple[Options, int]](), dict[str, tuple[Options, bool]]()
+    taken, left = list[tuple[Options, int]](), dict[str, tuple[Options, bool, bool]]()
     for group in groups:
         options = {key: value for key, value in group.items() if key not in NOT_OPTIONS}
         if isinstance(rate := optimizer.defaults.get("lr"), (float, Tensor)):  # groups often differ in it alone
             options["lr"] = rate if rate != 0 else 1e-3
-        is_cut = is_cut or has_split(map(type, group["params"]))
+        cut = is_cut or has_split(map(type, group["params"]))
         for ndim, is_whole in sorted({(p.ndim, whole and is_taken(whole, group, p.shape)) for p in group["params"]}):
             if is_whole:
                 taken.append((options, min(ndim, len(SIZES[0]))))
             else:
-                left[repr((sorted(options.items()), ndim > 1))] = options, ndim > 1
+                left[repr((sorted(options.items()), ndim > 1, cut))] = options, ndim > 1, cut
     if taken:
         _admit_whole(optimizer, taken)
-    for chosen, is_matrix in left.values():
-        _admit(optimizer, elementwise, chosen, is_matrix=is_matrix, is_cut=is_cut)
+    for chosen, is_matrix, cut in left.values():
+        _admit(optimizer, elementwise, chosen, is_matrix=is_matrix, is_cut=cut)
 
 
 def _admit(
