@@ -133,11 +133,11 @@ def test_more_buckets_than_tags_can_tell_apart_are_refused() -> None:
 def test_a_loss_scale_stays_finite() -> None:
     scale = LossScale("dynamic")
     scale.value, scale.GROWTH_STEPS = 2.0**120, 1
-    for _ in range(1000):
-        scale.step(has_overflowed=False)
+    for backward in range(1000):
+        scale.step(has_overflowed=False, backwards=backward, optimizer=0)
     assert torch.tensor(scale.value).isfinite()
     assert torch.tensor(1.0 / scale.value) > 0
-    scale.step(has_overflowed=True)
+    scale.step(has_overflowed=True, backwards=1000, optimizer=0)
     assert scale.value == 2.0**125
 
 

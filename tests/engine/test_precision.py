@@ -237,7 +237,7 @@ def test_the_loss_scale_doubles_after_enough_good_steps() -> None:
     torchs.scale(torch.ones(()))  # torch makes its scale at the first use
     for step in range(4100):
         overflows_now = step == 7
-        ours.step(has_overflowed=overflows_now)
+        ours.step(has_overflowed=overflows_now, backwards=step, optimizer=0)
         torchs._found_inf_per_device = lambda _, flag=overflows_now: {0: torch.full((), float(flag))}
         torchs._per_optimizer_states[0]["found_inf_per_device"] = {0: torch.full((), float(overflows_now))}
         torchs.update()

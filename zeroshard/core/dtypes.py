@@ -71,7 +71,7 @@ class LossScale:
         self._round: tuple[int, set[int], bool] = -1, set(), False
         """Number of backwards before the last steps, which optimizers made these, and whether one was skipped."""
 
-    def step(self, *, has_overflowed: bool, backwards: int = -1, optimizer: int = 0) -> None:
+    def step(self, *, has_overflowed: bool, backwards: int, optimizer: int) -> None:
         """Adapt the scale after a step or a skipped step: once for the steps of several optimizers after a backward.
 
         Args:

@@ -184,9 +184,9 @@ class Engine(Ending):
             self.gathered = None
 
     @contextmanager
-    def reducing_over(self, scope: Scope) -> Iterator[None]:
-        """Reduce the gradients of backwards inside over these ranks at most."""
-        before, self.scope = self.scope, min(self.scope, scope)
+    def reducing_over(self, scope: Scope, *, at_most: bool = True) -> Iterator[None]:
+        """Reduce the gradients of backwards inside over these ranks; `at_most` keeps a narrower scope from outside."""
+        before, self.scope = self.scope, min(self.scope, scope) if at_most else scope
         try:
             yield
         finally:

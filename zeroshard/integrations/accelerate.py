@@ -72,12 +72,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             with accelerate.Accelerator.trigger_sync_in_backward(model):
                 yield
             return
-        engine = zero._engine
-        before, engine.scope = engine.scope, Scope.ALL
-        try:
+        with zero._engine.reducing_over(Scope.ALL, at_most=False):
             yield
-        finally:
-            engine.scope = before
 
     def get_state_dict(self, model: nn.Module, *args: Any, **options: Any) -> Any:
         """Return a model's values: of a sharded one on rank 0, in host memory, and nothing on the other ranks.
