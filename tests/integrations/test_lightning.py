@@ -440,6 +440,43 @@ def test_the_callback_for_finetuning_is_refused_and_its_replacement_trains() -> 
         assert run_ranks(run_finetuning, 2, stage, [], timeout_s=TIMEOUT_S) == expected
 
 
+class Averaging(lightning.Callback):
+    """Averages parameters as the error about Lightning's callback says."""
+
+    def on_train_start(self, trainer: Any, _: Any) -> None:
+        self.average = trainer.strategy.zero.ema(0.5)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.average.update()
+
+
+def average_by_callbacks(stage: int, folder: str) -> tuple[str, bool]:
+    with pytest.raises(ValueError) as caught:
+        run_finetuning(stage, [lightning.pytorch.callbacks.EMAWeightAveraging(decay=0.5)])
+    averaging, task = Averaging(), Task()
+    trainer = lightning.Trainer(
+        **MEMBERS, **QUIET, strategy=ZeroStrategy(zero(stage)), max_epochs=1, callbacks=[averaging]
+    )
+    trainer.fit(task, batches(0, 16))
+    handle: Any = trainer.strategy.zero
+    with averaging.average.swapped():
+        handle.save(folder, model_only=True)
+        with handle.gathered():
+            expected = [one.detach().clone() for one in task.parameters()]
+    handle.load(folder, model_only=True)
+    with handle.gathered():
+        return str(caught.value), all(map(torch.equal, task.parameters(), expected))
+
+
+def test_the_callback_for_averages_is_refused_and_its_replacement_is_saved(tmp_path: Path) -> None:
+    for stage in third([1, 3]):
+        for text, is_saved in run_ranks(
+            average_by_callbacks, 2, stage, str(tmp_path / str(stage)), timeout_s=TIMEOUT_S
+        ):
+            assert "the callback EMAWeightAveraging" in text and "zero.ema(" in text
+            assert is_saved
+
+
 # -- the page ---------------------------------------------------------------------------------------------------------
 
 

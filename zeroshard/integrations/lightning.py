@@ -18,7 +18,7 @@ from zeroshard.integrations.parts import FOLDER, load_in, of_step, options_with,
 try:
     from lightning.fabric.strategies import DDPStrategy as FabricDDP
     from lightning.fabric.strategies.strategy import _BackwardSyncControl
-    from lightning.pytorch.callbacks import BaseFinetuning
+    from lightning.pytorch import callbacks
     from lightning.pytorch.plugins import AsyncCheckpointIO
     from lightning.pytorch.strategies import DDPStrategy
 except ModuleNotFoundError as error:
@@ -32,6 +32,8 @@ VALUES: Final = "lightning.ckpt"
 """The file of the Trainer's own values in the folder of a checkpoint."""
 EVALUATIONS: Final = ("validation_step", "test_step", "predict_step")
 """Methods of a LightningModule that run the model; `training_step` does if it runs no backward of its own."""
+AVERAGING: Final = getattr(callbacks, "WeightAveraging", ())
+"""The callback, with those that derive from it; Lightning 2.5 has none."""
 
 
 def _check_precision(name: str, precision: Any) -> None:
@@ -147,9 +149,17 @@ class FabricStrategy(FabricDDP):  # type: ignore[misc]
 
 
 def _check_callbacks(trainer: Any) -> None:
-    """Raise if a callback of a training looks for the model's parameters among an optimizer's entries."""
+    """Raise if a callback of a training looks for whole parameters, in an optimizer's entries or in a checkpoint."""
     for one in trainer.callbacks if trainer.state.fn == "fit" else ():
-        if isinstance(one, BaseFinetuning):
+        if isinstance(one, AVERAGING):
+            raise ValueError(
+                f"ZeroStrategy with the callback {type(one).__name__}: Lightning's WeightAveraging saves its average "
+                "as the parameters of a checkpoint, which are in parts here. Leave the callback out, and write "
+                "average = trainer.strategy.zero.ema(0.999) in on_train_start(), average.update() in "
+                "on_train_batch_end(). Evaluate in `with average.swapped():`, and save there what must last, by "
+                "zero.save(path, model_only=True): a checkpoint does not have the average."
+            )
+        if isinstance(one, callbacks.BaseFinetuning):
             raise ValueError(
                 f"ZeroStrategy with the callback {type(one).__name__}: Lightning's BaseFinetuning looks for parameters "
                 "of the model in its optimizers, which hold slices. Leave the callback out, return an optimizer of all "
@@ -170,7 +180,7 @@ class ZeroStrategy(DDPStrategy):  # type: ignore[misc]
     model and optimizers plain.
 
     Raises:
-        ValueError: the Trainer has a precision, or a callback for fine-tuning.
+        ValueError: the Trainer has a precision, or a callback for fine-tuning or averages.
     """
 
     def __init__(self, zero: Mapping[str, Any] | None = None, **options: Any) -> None:
