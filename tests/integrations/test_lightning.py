@@ -477,6 +477,54 @@ def test_the_callback_for_averages_is_refused_and_its_replacement_is_saved(tmp_p
             assert is_saved
 
 
+class Hooked(Task):
+    """Calls a function with a checkpoint in the hooks, on some ranks."""
+
+    def __init__(self, hook: Any, ranks: tuple[int, ...]) -> None:
+        super().__init__()
+        self.hook, self.ranks = hook, ranks
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if self.global_rank in self.ranks:
+            self.hook(checkpoint)
+
+    on_load_checkpoint = on_save_checkpoint
+
+
+def change_in_hooks(folder: str) -> list[str]:
+    """Return the errors of hooks that change parameters of a checkpoint, in saves and in loads."""
+    os.environ["TORCHELASTIC_RUN_ID"] = "tests"
+    trainer = lightning.Trainer(**MEMBERS, **QUIET, strategy=ZeroStrategy(zero(1)), max_epochs=1)
+    task, told = Hooked(lambda checkpoint: checkpoint.update(mine=1), (0, 1)), []
+    trainer.fit(task, batches(0, 8))
+    trainer.save_checkpoint(f"{folder}/whole")
+    values = torch.load(f"{folder}/whole/lightning.ckpt", weights_only=True)
+    assert (values["state_dict"], values["mine"]) == ({}, 1)
+    hooks: list[tuple[Any, tuple[int, ...]]] = [
+        (lambda checkpoint: [checkpoint["state_dict"][name].mul_(0) for name in checkpoint["state_dict"]], (0, 1)),
+        (lambda checkpoint: checkpoint["state_dict"].pop("net.0.0.weight", None), (0, 1)),
+        (lambda checkpoint: checkpoint.update(state_dict={}), (1,)),  # which the other rank must not wait for
+    ]
+    for task.hook, task.ranks in hooks:
+        for act in (
+            lambda: trainer.save_checkpoint(f"{folder}/never"),
+            lambda: trainer.validate(task, batches(999, 8), ckpt_path=f"{folder}/whole", verbose=False),
+        ):
+            with pytest.raises(RuntimeError) as caught:
+                act()
+            told.append(str(caught.value))
+    task.ranks = ()
+    trainer.validate(task, batches(999, 8), ckpt_path=f"{folder}/whole", verbose=False)
+    return told
+
+
+def test_a_hook_that_changes_parameters_of_a_checkpoint_is_an_error(tmp_path: Path) -> None:
+    for told in run_ranks(change_in_hooks, 2, str(tmp_path), timeout_s=TIMEOUT_S):
+        assert len(told) == 6
+        assert all("checkpoint['state_dict']" in text and "gathered(writeback=True)" in text for text in told)
+    assert not (tmp_path / "never").exists()
+
+
 # -- the page ---------------------------------------------------------------------------------------------------------
 
 

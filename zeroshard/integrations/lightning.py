@@ -4,10 +4,10 @@ Owns the moments at which they shard, accumulate, save and load. A checkpoint is
 part; the Trainer's own values are in a file of Lightning's beside it.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 import torch
 from torch import nn
@@ -168,6 +168,21 @@ def _check_callbacks(trainer: Any) -> None:
             )
 
 
+class _InParts(MutableMapping[str, Any]):
+    """The parameters in what hooks see of a checkpoint: an error, because they are saved and loaded in parts."""
+
+    def _refuse(self, *_: Any) -> NoReturn:
+        raise RuntimeError(
+            "checkpoint['state_dict'] in on_save_checkpoint() or on_load_checkpoint(): ZeroStrategy saves and loads "
+            "parameters in parts, so a hook cannot read, change or replace them there, on any rank. Read them in "
+            "`with self.trainer.strategy.zero.gathered():`, and save what you make of them under a key of your own; "
+            "change them after the load, as in on_train_start(), in "
+            "`with self.trainer.strategy.zero.gathered(writeback=True):`."
+        )
+
+    __getitem__ = __setitem__ = __delitem__ = __iter__ = __len__ = __reduce__ = copy = _refuse
+
+
 class ZeroStrategy(DDPStrategy):  # type: ignore[misc]
     """A strategy of Lightning's Trainer: `Trainer(strategy=ZeroStrategy({"stage": 3}))`.
 
@@ -181,6 +196,7 @@ class ZeroStrategy(DDPStrategy):  # type: ignore[misc]
 
     Raises:
         ValueError: the Trainer has a precision, or a callback for fine-tuning or averages.
+        RuntimeError: a hook reads or changes `checkpoint["state_dict"]` of a sharded model.
     """
 
     def __init__(self, zero: Mapping[str, Any] | None = None, **options: Any) -> None:
@@ -234,9 +250,9 @@ class ZeroStrategy(DDPStrategy):  # type: ignore[misc]
         """True: a checkpoint is loaded into shards."""
         return True
 
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return nothing: `save_checkpoint` writes the parameters, in parts."""
-        return {} if self.zero is not None else super().lightning_module_state_dict()
+    def lightning_module_state_dict(self) -> Any:
+        """Return what hooks cannot read: `save_checkpoint` writes the parameters, in parts."""
+        return _InParts() if self.zero is not None else super().lightning_module_state_dict()
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Return nothing: `save_checkpoint` writes the states, in parts."""
@@ -250,6 +266,7 @@ class ZeroStrategy(DDPStrategy):  # type: ignore[misc]
         if self.zero is None:
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
+        self._check_hooks(checkpoint)
         folder, step = Path(filepath), checkpoint["global_step"]
         if self.is_global_zero and folder.is_file():
             self.remove_checkpoint(folder)
@@ -259,7 +276,7 @@ class ZeroStrategy(DDPStrategy):  # type: ignore[misc]
             while isinstance(writer, AsyncCheckpointIO):  # whose file would end after the earlier step is removed
                 writer = writer.checkpoint_io
             # This file says which step the checkpoint has.
-            writer.save_checkpoint(checkpoint, folder / VALUES, storage_options=storage_options)
+            writer.save_checkpoint({**checkpoint, "state_dict": {}}, folder / VALUES, storage_options=storage_options)
             remove_others(folder, step)
 
     def load_checkpoint(self, checkpoint_path: Any, **options: Any) -> dict[str, Any]:
@@ -267,11 +284,14 @@ class ZeroStrategy(DDPStrategy):  # type: ignore[misc]
         self._loaded = Path(checkpoint_path)
         values = self._loaded / VALUES if self._loaded.is_dir() else self._loaded
         found: dict[str, Any] = super().load_checkpoint(values, **options)
+        if self.zero is not None and of_step(self._loaded, found["global_step"]) is not None:
+            found["state_dict"] = _InParts()
         return found
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load parameters and states. Collective: as `zero.load`; every rank must call."""
         if self.zero is not None and (path := of_step(self._loaded, checkpoint["global_step"])) is not None:
+            self._check_hooks(checkpoint)
             load_in(self.zero, path, model_only=not self.optimizers)
         elif self.zero is not None:
             with self.zero.gathered(writeback=True):
@@ -286,3 +306,9 @@ class ZeroStrategy(DDPStrategy):  # type: ignore[misc]
         elif not (self._loaded / FOLDER).exists():
             with self.zero.gathered(states=True, writeback=True):
                 super().load_optimizer_state_dict(checkpoint)
+
+    def _check_hooks(self, checkpoint: Mapping[str, Any]) -> None:
+        """Raise on every rank if a hook of one has replaced the parameters."""
+        assert self.zero is not None
+        if not self.zero.agree(isinstance(checkpoint.get("state_dict"), _InParts), "a checkpoint after its hooks"):
+            _InParts()._refuse()
