@@ -141,6 +141,56 @@ def test_evaluation_equals_ddps_on_every_rank(kind: str) -> None:
             assert_same(expected[0]["buffers"], found["buffers"], str(how))
 
 
+class Calling(nn.Module):
+    """Has methods that run its blocks: by themselves, and by its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = build()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)
+
+    def step(self, x: Tensor) -> Tensor:
+        return self.net(x)
+
+    def whole(self, x: Tensor) -> Tensor:
+        return self(x)
+
+
+def recalibrate(how: Any, name: str) -> dict[str, Any]:
+    """Train, make training forwards without a backward, and evaluate; return the bytes of buffers, too."""
+    rank, named = (
+        torch.distributed.get_rank(),
+        {} if how == DDP else {"settings": {"forward_methods": ("step", "whole")}},
+    )
+    made = make(how, Calling(), **named)
+    if name:
+        made.call = getattr(made.model, name)
+    for step in range(2):
+        losses(made, step, rank, "one")
+        made.optimizer.step()
+        made.optimizer.zero_grad()
+    for step in range(2, 5):
+        made.call(inputs(step, rank))
+    nbytes = 0 if how == DDP else made.zero.traffic().sent_bytes.get("buffers", 0)
+    made.model.eval()
+    with torch.no_grad():
+        evaluated = made.call(inputs(99, 0))
+    return {"evaluated": evaluated, "buffers": values(made.model), "sent": nbytes}
+
+
+def test_forwards_by_a_method_without_a_backward_leave_equal_buffers() -> None:
+    hows, names = [(stage, True) for stage in third([3, 0, 1])], ("", "step", "whole")
+    found = run_cases(recalibrate, 2, [(DDP, ""), *((how, name) for how in hows for name in names)], timeout_s=60.0)
+    for (how, name), ranks in found.items():
+        for one in ranks:
+            assert_same(found[DDP, ""][0]["evaluated"], one["evaluated"], f"{how} {name}")
+            assert_same(found[DDP, ""][0]["buffers"], one["buffers"], f"{how} {name}")
+        # A method that calls forward is one forward.
+        assert how == DDP or [one["sent"] for one in ranks] == [one["sent"] for one in found[how, ""]]
+
+
 def sent(how: Any, kind: str) -> tuple[list[int], list[int]]:
     """Train with batch norms, then in eval mode, then a model without; return the bytes of buffers of each step."""
     found = []

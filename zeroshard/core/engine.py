@@ -215,9 +215,10 @@ class Engine(Ending):
                 is_followed = has_grad and module.training and self.scope is Scope.ALL
                 self.order.buffers.begin_forward(is_followed=is_followed)
         self.await_published(units)
-        if not self.has_frames:
-            return
         frame = Frame(module, units, is_recompute, sys.exception(), has_grad)
+        if not self.has_frames:  # the model and its forward methods, of which one may call another
+            self._frames.entered.append(frame)
+            return
         if is_recompute:
             self._enter_backward()
         elif not self._frames.entered:
@@ -246,7 +247,7 @@ class Engine(Ending):
         if self.gathered is not None or not self._frames.running() or self._frames.entered[-1].module is not module:
             return
         frame = self._frames.undo()
-        if frame.is_recompute or sys.exception() is not frame.exception:
+        if not self.has_frames or frame.is_recompute or sys.exception() is not frame.exception:
             # A recomputation saved plain aliases, so the unit stays gathered until its backward ends. Ranks may also
             # fail alone, so nothing is communicated after an exception; the next entry completes the pass.
             return
@@ -313,8 +314,7 @@ class Engine(Ending):
             self.order.close()
         finally:
             if pass_.phase == "backward":
-                self.backwards += 1
-                self._task = -1
+                self.backwards, self._task = self.backwards + 1, -1
                 self.flights.end()
                 for unit in self.units:
                     unit.end_backward()

@@ -57,7 +57,7 @@ class Flights:
         self._units = units
         self._forwards, self.used = list[Hashable](), set[int]()
         self.parts = frozenset({""})
-        """The names of the modules that user code calls: the model, or its parts at one place of a pipe."""
+        """The names of what user code calls: the model, or its parts at one place of a pipe, and forward methods."""
         self.chunk: Chunk | None = None
         """The chunk that is called next, where the calls of one module run several."""
         self._next = Flight()

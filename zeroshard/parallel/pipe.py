@@ -176,7 +176,6 @@ class SetApart(Eager):
 
 def set_parts_apart(engine: Engine, described: Described) -> None:
     """Let the kind of a backward name the part of the model at whose outputs it begins, as a schedule calls them."""
-    engine.flights.parts = frozenset(described.parts.values())
     for part, name in described.parts.items():
         inside = set(part.modules())
         numbers = [number for number, plan in enumerate(described.plans) if inside & plan.entries.keys()]

@@ -47,6 +47,7 @@ def wire(engine: Engine, described: Described) -> dict[nn.Module, tuple[Enter, E
             entries[module] = (parts.get(module, name), (*known, unit.number))
     called = [*parts, *(module for plan in plans for module in plan.entries)]
     edge = _hang_casts(engine, model, called, described.precision, described.own_precision)
+    engine.flights.parts = frozenset((*parts.values(), *described.settings.forward_methods))
     return _hang(engine, model, parts, entries, _registered(model), described.settings.forward_methods, edge)
 
 
