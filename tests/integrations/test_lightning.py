@@ -121,6 +121,36 @@ def test_fabric_computes_what_ddp_computes_and_resumes(stage: int, tmp_path: Pat
             assert_equal(resumed, found[-len(resumed) :])
 
 
+def train_two_models(stage: int | None) -> list[float]:
+    """Set up two models, and then the optimizers of both; return losses."""
+    os.environ["TORCHELASTIC_RUN_ID"] = "tests"
+    strategy = "ddp_find_unused_parameters_true" if stage is None else FabricStrategy(zero(stage))
+    fabric, told = lightning.Fabric(**MEMBERS, strategy=strategy), []
+    fabric.launch()
+    models: list[Any] = [net(), nn.Linear(WIDTH, 1)]
+    made = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in models]
+    models = [fabric.setup_module(model) for model in models]
+    optimizers = fabric.setup_optimizers(*made)
+    for batch in fabric.setup_dataloaders(batches(0, 16)):
+        loss = models[1](models[0](batch)).square().mean()
+        fabric.backward(loss)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        told.append(loss.item())
+    if stage is not None:
+        for parameters in (nn.Linear(2, 2).parameters(), [one for model in models for one in model.parameters()]):
+            with pytest.raises(ValueError, match=r"SGD has parameters of [02] of 2 models"):
+                fabric.setup_optimizers(torch.optim.SGD(parameters, lr=0.1))
+    return told
+
+
+def test_optimizers_are_set_up_after_several_models() -> None:
+    expected = run_ranks(train_two_models, 2, None, timeout_s=TIMEOUT_S)
+    for stage in third([3, 1]):
+        assert run_ranks(train_two_models, 2, stage, timeout_s=TIMEOUT_S) == expected
+
+
 def refuse_in_fabric(folder: str) -> list[str]:
     os.environ["TORCHELASTIC_RUN_ID"] = "tests"
     fabric, told = lightning.Fabric(**MEMBERS, strategy=FabricStrategy(zero(3)), precision="bf16-mixed"), []

@@ -98,10 +98,16 @@ class FabricStrategy(FabricDDP):  # type: ignore[misc]
         return module
 
     def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """Shard an optimizer of the last model that was set up. Collective: as `zero.attach`."""
-        if not self._zeros:
-            raise ValueError("FabricStrategy: set up the model before its optimizer, or both in one fabric.setup().")
-        [*self._zeros.values()][-1].attach(optimizer)
+        """Shard an optimizer of a model that was set up, which has its parameters. Collective: as `zero.attach`."""
+        held = {id(one) for group in optimizer.param_groups for one in group["params"]}
+        models = [model for model in self._zeros if any(id(one) in held for one in model.parameters())]
+        if len(models) != 1:
+            raise ValueError(
+                f"FabricStrategy: {type(optimizer).__name__} has parameters of {len(models)} of {len(self._zeros)} "
+                "models that were set up; it takes those of one. Set up the model before its optimizer, or both in one "
+                "fabric.setup(), and make an optimizer for each model."
+            )
+        self._zeros[models[0]].attach(optimizer)
         return optimizer
 
     def _shard(self, module: nn.Module, optimizers: list[Any] | None) -> None:
