@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 
+import zeroshard as zs
 from tests.contract.blocks import examples, run_block
 from tests.contract.source import REPOSITORY
 from tests.oracle import STAGES, WATCHDOG_S, assert_close, randint, seed
@@ -315,6 +316,46 @@ def test_the_precision_of_the_arguments_is_that_of_the_engine(tmp_path: Path) ->
         assert scaler == "None"
 
 
+def train_as_deepspeed(folder: Path, field: str, config: dict[str, Any], precision: Any) -> list[list[float]]:
+    """Train as a file of DeepSpeed says beside arguments that have the dtype; and as a precision without it."""
+    found, rest = [], {"gradient_clipping": "auto", "zero_optimization": {"stage": 2}}
+    for options in ({field: True}, {}):
+        seed(99)
+        args = arguments(folder, max_steps=2, eval_strategy="no", **options)
+        zero = {"stage": 2, "precision": precision}
+        if options:
+            zero = dict(zs.from_deepspeed(rest | config, args=args).options)
+        zero["settings"] = Settings(watchdog_s=WATCHDOG_S)
+        trainer = Trainer(tiny.kinds()["llama"].build(), args, train_dataset=windows(0), zero=zero)
+        trainer.train()
+        assert trainer.zero.mesh.world_size == 2
+        found.append(found_in(trainer)["loss"])
+    return found
+
+
+@pytest.mark.parametrize(
+    ("field", "config", "precision"),
+    [
+        (
+            "bf16",
+            {"bf16": {"enabled": "auto"}, "communication_data_type": "fp32"},
+            zs.Precision(param=torch.bfloat16, reduce=torch.float32, master=torch.float32),
+        ),
+        (
+            "fp16",
+            {"fp16": {"enabled": True, "loss_scale": 64}},
+            zs.Precision(param=torch.float16, master=torch.float32, loss_scale=64.0),
+        ),
+    ],
+)
+def test_a_file_of_deepspeed_says_more_of_the_dtype_of_arguments(
+    field: str, config: Any, precision: Any, tmp_path: Path
+) -> None:
+    for found, expected in run_ranks(train_as_deepspeed, 2, tmp_path, field, config, precision, timeout_s=TIMEOUT_S):
+        assert len(found) == 2
+        assert found == expected
+
+
 def generate(stage: int | None, folder: Path) -> list[list[int]]:
     """Train, and generate texts: of other lengths on each rank."""
     trainer = trainer_of(stage, folder, eval_strategy="no")
@@ -360,10 +401,14 @@ def test_a_local_folder_is_read_into_shards(tmp_path: Path) -> None:
         ({"fsdp": True}, {}, "fsdp=...): it shards, too"),
         ({"bf16_full_eval": True}, {}, "write zero=dict(precision='bf16')"),
         ({"bf16": True}, {"precision": "fp16"}, "TrainingArguments(bf16=True) beside zero=dict(precision='fp16')"),
+        ({"bf16": True}, {"precision": zs.Precision(param=torch.float16, loss_scale=1.0)},
+         "write one dtype in both, as zs.Precision(param=torch.bfloat16), or leave one of them out"),
+        ({"fp16": True}, {"precision": zs.Precision(param=torch.float16)},
+         "write one dtype in both, as zs.Precision(param=torch.float16, loss_scale=...), or leave"),
         ({}, {"optimizers": "adamw"}, "optimizers=: the model may change until training begins"),
         ({"eval_strategy": "no"}, {"stage": 7}, "stage must be"),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_be_combined_is_refused(options: Any, more: Any, text: str, tmp_path: Path) -> None:
     model = tiny.kinds()["llama"].build()
     if "optimizers" in more:

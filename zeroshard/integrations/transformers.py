@@ -53,6 +53,8 @@ REFUSED: Final = MappingProxyType(
 """Fields of TrainingArguments that are refused, and the remedies."""
 FROM: Final = "_zeroshard_folder"
 """Attribute of a model of `on_meta`: where its values are."""
+DTYPES: Final = MappingProxyType({"bf16": torch.bfloat16, "fp16": torch.float16})
+"""Dtypes of parameters, by the fields of TrainingArguments."""
 KEPT: Final = ("stage", "mesh", "precision", "settings")
 """Arguments of `zs.shard` for a model that is not trained."""
 
@@ -62,7 +64,8 @@ class ZeroMixin(transformers.Trainer if TYPE_CHECKING else object):  # type: ign
 
     Args:
         zero: the arguments of `zs.shard`, such as `{"stage": 3}`. `bf16=True` and `fp16=True` of TrainingArguments are
-            its `precision=`, with master weights in fp32 and without autocast.
+            its `precision=`, with master weights in fp32 and without autocast; a `zs.Precision` beside them has their
+            dtype as `param`.
 
     Attribute `zero` is the handle; None until `train()` makes the optimizer. `reference` is that of `ref_model`.
 
@@ -91,10 +94,11 @@ class ZeroMixin(transformers.Trainer if TYPE_CHECKING else object):  # type: ign
     def _build_accelerator_args(self, **options: Any) -> dict[str, Any]:
         asked: dict[str, Any] = super()._build_accelerator_args(**options)
         precision = asked["mixed_precision"]
-        if precision not in (None, "no") and self._asked.setdefault("precision", precision) != precision:
+        if precision not in (None, "no") and not _is_of(self._asked.setdefault("precision", precision), precision):
             raise ValueError(
-                f"TrainingArguments({precision}=True) beside zero=dict(precision={self._asked['precision']!r}): leave "
-                "one of them out."
+                f"TrainingArguments({precision}=True) beside zero=dict(precision={self._asked['precision']!r}): write "
+                f"one dtype in both, as zs.Precision(param={DTYPES[precision]}"
+                f"{', loss_scale=...' * (precision == 'fp16')}), or leave one of them out."
             )
         return asked | {"mixed_precision": "no"}
 
@@ -240,6 +244,13 @@ class ZeroMixin(transformers.Trainer if TYPE_CHECKING else object):  # type: ign
         else:  # save_only_model=True
             with self.zero.gathered(writeback=True):
                 super()._load_best_model()
+
+
+def _is_of(asked: Any, precision: str) -> bool:
+    """Tell whether a precision of `zs.shard` is that of arguments, "bf16" or "fp16", which has a loss scale."""
+    if not isinstance(asked, zs.Precision):
+        return bool(asked == precision)
+    return asked.param is DTYPES[precision] and (precision == "bf16" or asked.loss_scale is not None)
 
 
 def newest(folder: Path) -> Path:
