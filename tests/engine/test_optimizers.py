@@ -168,6 +168,23 @@ def a_group_added_later(run: Run) -> None:
     run.record(lengths=[len(group["params"]) for group in optimizer.param_groups])
 
 
+def a_group_removed_and_added_again(run: Run) -> None:
+    """Leave the head out for some steps; its momentum stays, and another optimizer may have it meanwhile."""
+    model = models.build(models.Stack)
+    head, rest = list(model.head.parameters()), [*model.stem.parameters(), *model.blocks.parameters()]
+    optimizer = torch.optim.SGD([{"params": rest}, {"params": head}], lr=0.1, momentum=0.9)
+    run.shard(model, optimizer)
+    train(run, model, optimizer, steps=2)
+    del optimizer.param_groups[1]
+    train(run, model, optimizer, steps=1, first=2)
+    other = torch.optim.SGD(head, lr=0.05)
+    run.attach(other)
+    train(run, model, optimizer, other, steps=1, first=3)
+    other.param_groups.clear()
+    optimizer.add_param_group({"params": head, "lr": 5e-2})
+    train(run, model, optimizer, steps=2, first=4)
+
+
 def a_block_added_later(run: Run) -> None:
     model = models.build(models.Stack)
     model.blocks[0].requires_grad_(False)
@@ -256,6 +273,7 @@ SCRIPTS = [
     groups_built_after,
     several_built_after,
     a_group_added_later,
+    a_group_removed_and_added_again,
     a_block_added_later,
     existing_state,
     existing_state_of_some,

@@ -147,6 +147,26 @@ def a_group_added_later(run: Run) -> None:
     train(run, model, optimizer, rest, steps=2, first=2)
 
 
+def a_group_removed_and_added_again(run: Run) -> None:
+    """Matrices keep their owners, which have their states, or get some from another optimizer's plan."""
+    model = models.build(models.Stack)
+    blocks = [[p for p in block.parameters() if p.ndim == 2] for block in model.blocks]
+    for p in [p for p in model.parameters() if not any(p is one for block in blocks for one in block)]:
+        p.requires_grad_(False)
+    optimizer = Muon([{"params": one} for one in blocks], lr=0.02)
+    run.shard(model, optimizer)
+    train(run, model, optimizer, steps=2)
+    del optimizer.param_groups[0]
+    train(run, model, optimizer, steps=1, first=2)
+    optimizer.add_param_group({"params": blocks[0]})
+    train(run, model, optimizer, steps=2, first=3)
+    del optimizer.param_groups[-1]
+    optimizer.state.clear()  # torch's state dict cannot name the states of a group that was removed
+    other = torch.optim.SGD(blocks[0], lr=0.1)
+    run.attach(other)
+    train(run, model, optimizer, other, steps=1, first=5)
+
+
 def parameters_used_now_and_then(run: Run) -> None:
     """Use blocks for the first time in different steps, some on one rank alone, and one parameter never."""
     model = models.build(models.Routed)
@@ -341,6 +361,7 @@ SCRIPTS = [
     some_whole_some_sliced,
     several_groups_and_a_schedule,
     a_group_added_later,
+    a_group_removed_and_added_again,
     parameters_used_now_and_then,
     a_step_without_gradients,
     clipped_and_accumulated,

@@ -120,7 +120,7 @@ class Slot:
     """The bucket of a parameter, and its index there. Referenced by the parameter object."""
 
     __slots__ = tuple(
-        "bucket counters crosses form grad_view has_master index is_own is_whole master_grad name owner place shape "
+        "bucket counters crosses form grad_view index is_own is_whole master_grad name optimizer owner place shape "
         "spare stride unit updater wide".split()
     )
 
@@ -139,7 +139,8 @@ class Slot:
         """Index among the parameters of the model."""
         self.owner: Callable[[], Owner | None] = _no_owner
         """A weak reference to the engine: parameters must not keep it alive."""
-        self.has_master = False
+        self.optimizer: Callable[[], torch.optim.Optimizer | None] = _no_owner
+        """A weak reference to the optimizer that has taken the parameter; its group may have been removed since."""
         self.counters: frozenset[Any] = frozenset()
         """Keys of states that its optimizer has once for all elements."""
         self.updater: int | None = None

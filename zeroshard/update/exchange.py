@@ -66,10 +66,10 @@ class Exchange(Source):
         """The entries of the piece that is updated, which hold the states of their slices."""
 
     def plan(self, groups: Sequence[dict[str, Any]]) -> None:
-        """Choose owners for parameters in new groups; parameters of other groups keep their owners and states."""
+        """Choose owners for parameters in new groups; others, and those of a removed group, keep owners and states."""
         is_whole = self.optimizer.defaults.get("whole", True)
         found = [slot_of(p) for group in groups if group.get("whole", is_whole) for p in group["params"]]
-        slots = [slot for slot in found if self._whole.takes(_shape_of(slot))]
+        slots = [slot for slot in found if slot.updater is None and self._whole.takes(_shape_of(slot))]
         costs = [float(self._whole.cost(_shape_of(slot))) * slot.parameter.requires_grad for slot in slots]
         owners = plan_owners(costs, [slot.shape.numel() for slot in slots], len(self.loads), self.loads)
         for slot, owner, cost in zip(slots, owners, costs, strict=True):

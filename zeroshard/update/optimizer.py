@@ -10,6 +10,7 @@ Note: why slices of parameters, and not one flat tensor
 """
 
 import warnings
+import weakref
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
@@ -73,6 +74,7 @@ class ShardedOptimizer:
         self._fresh: list[Tensor] = []
         self._replaced: set[MasterSlice] = set()
         """Slices to whose `.data` anybody has assigned since the last step."""
+        _free([parameter for group in optimizer.param_groups for parameter in group["params"]], optimizer)
         source.plan(optimizer.param_groups)
         for group in optimizer.param_groups:
             self._cut(group)
@@ -110,15 +112,17 @@ class ShardedOptimizer:
     def _cut(self, group: dict[str, Any]) -> None:
         """Put slices in the place of the model's parameters, and cut the state that they have already."""
         masters, state = [], self.optimizer.state
-        _check_free(group["params"])
+        left = {slot_of(key): key for key in state if isinstance(key, MasterSlice)}
         for parameter in group["params"]:
             slot = slot_of(parameter)
-            slot.has_master = True
             slot.bucket.has_states = True
             slot.counters = self.kept.counters
             masters.append(master := make_master(slot, self._replaced))
             if parameter in state:
                 keep_state(self.optimizer, master, state.pop(parameter))
+            elif slot in left:
+                state[master] = state.pop(left[slot])  # of a group that was removed, as torch keeps it
+            slot.optimizer = weakref.ref(self.optimizer)
         group["params"] = masters
 
     def _add_group(self, group: dict[str, Any]) -> None:
@@ -131,7 +135,7 @@ class ShardedOptimizer:
                     "it would not be reduced. Add it to the model before zs.shard(), or give it to an optimizer of "
                     "its own."
                 )
-        _check_free(group["params"])
+        _free(group["params"], self.optimizer)
         self._admit([self.optimizer.defaults | group])
         self.source.plan([group])
         self._add_plain(group)
@@ -311,13 +315,25 @@ class ShardedOptimizer:
             )
 
 
-def _check_free(parameters: Sequence[Tensor]) -> None:
-    """Raise, before anything is exchanged, if a parameter has an entry in an optimizer already."""
+def _free(parameters: Sequence[Tensor], optimizer: torch.optim.Optimizer) -> None:
+    """Take parameters from groups that were removed, for a group of `optimizer`.
+
+    Raises:
+        ValueError: an optimizer has a parameter in a group; nothing was exchanged.
+    """
+    held: dict[torch.optim.Optimizer, set[Slot]] = {}
     for slot in map(slot_of, parameters):
-        if slot.has_master:
+        if (owner := slot.optimizer()) is None:
+            continue
+        if owner not in held:
+            held[owner] = {slot_of(entry) for group in owner.param_groups for entry in group["params"]}
+        if slot in held[owner]:
             raise ValueError(
                 f"Parameter '{slot.name}' is in more than one group or optimizer; each may update it once."
             )
+        slot.optimizer = lambda: None
+        if owner is not optimizer:
+            slot.updater = None
 
 
 def is_cut(key: Any, value: Any, master: Tensor, part: Tensor | None = None) -> bool:
