@@ -1,5 +1,6 @@
 """Whole state under `gathered()`, truth outside it: state dicts, writing back, copies, identity, deletion."""
 
+import collections
 import copy
 import gc
 import weakref
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tests import models
+from tests.errors import raised
 from tests.oracle import STAGES, TIMEOUT_S, WORLDS, Run, Sharded, assert_matches, assert_same, at_worlds
 from zeroshard.testing import run_ranks
 
@@ -152,7 +154,22 @@ def gathered_while_gradients_wait(run: Run) -> None:
         optimizer.zero_grad()
 
 
+def states_by_parameter(run: Run) -> None:
+    """Start with states of one's own, and reset those of one parameter in the middle of training."""
+    model, optimizer = start(run)
+    with run.gathered(writeback=True, states=True):
+        for p in model.parameters():
+            ones = {key: torch.ones_like(p) for key in ("exp_avg", "exp_avg_sq")}
+            optimizer.state[p] = {"step": torch.tensor(9.0), **ones}
+    step_once(run, model, optimizer, 0)
+    with run.gathered(writeback=True, states=True):
+        run.record(popped=optimizer.state.pop(model.head.weight), kept=[model.stem.weight in optimizer.state])
+    for step in range(1, 3):
+        step_once(run, model, optimizer, step)
+
+
 SCRIPTS = [
+    states_by_parameter,
     state_dicts,
     tied_state_dict,
     loaded_model,
@@ -170,6 +187,61 @@ SCRIPTS = [
 @pytest.mark.parametrize(("script", "world"), at_worlds(SCRIPTS))
 def test_state(script: Callable[[Run], None], world: int) -> None:
     assert_matches(script, world)
+
+
+USES: list[Callable[[Any, Tensor], Any]] = [
+    lambda state, p: state[p],
+    lambda state, p: state.get(p),
+    lambda state, p: p in state,
+    lambda state, p: state.pop(p, None),
+    lambda state, p: state.setdefault(p, {}),
+    lambda state, p: state.update({p: {}}),
+    lambda state, p: state.__setitem__(p, {}),
+    lambda state, p: state.__delitem__(p),
+]
+
+
+def keys_from_outside(stage: int) -> list[str]:
+    """Use parameters as keys of the optimizer's state where they are none; training goes on as if nothing had been."""
+    run = Sharded(stage)
+    model, optimizer = start(run)
+    found, frozen, own = list[str](), nn.Parameter(torch.ones(1)), optimizer.state
+    for step in range(2):
+        found += [raised(lambda use=use: use(optimizer.state, model.head.bias)) for use in USES]
+        assert "of no model" not in own
+        assert own[frozen] == {}
+        assert own.pop(frozen) == {}
+        step_once(run, model, optimizer, step)
+        (state,) = (state for key, state in own.items() if key is optimizer.param_groups[0]["params"][0])
+        assert own is optimizer.state
+        assert own[optimizer.param_groups[0]["params"][0]] is state
+        assert own.get(optimizer.param_groups[0]["params"][0]) is state
+    with run.gathered(writeback=True, states=True):
+        optimizer.load_state_dict(optimizer.state_dict())
+    assert len(copy.deepcopy(optimizer.state)) == len(own)
+    found += [raised(lambda use=use: use(optimizer.state, model.head.bias)) for use in USES]
+    # Code that replaces the state starts anew; what it writes under parameters is found at the step.
+    optimizer.state = collections.defaultdict(dict)
+    optimizer.state[model.head.bias] = {"step": torch.tensor(1.0)}
+    models.stack_loss(model, 2, run.rank).backward()
+    found.append(raised(optimizer.step))
+    optimizer.state = collections.defaultdict(dict)
+    optimizer.step()
+    run.zeros[0].detach()
+    assert type(optimizer.state) is collections.defaultdict
+    assert optimizer.state[model.head.bias]["step"] == 1
+    return found
+
+
+@pytest.mark.product
+@pytest.mark.parametrize("stage", STAGES)
+def test_parameters_are_keys_of_states_under_gathered_alone(stage: int) -> None:
+    for rank, found in enumerate(run_ranks(keys_from_outside, 2, stage, timeout_s=TIMEOUT_S)):
+        assert len(found) == 3 * len(USES) + 1
+        for text in found:
+            assert text.startswith(f"RuntimeError: [rank {rank}/2] optimizer.state has this rank's slices, and not ")
+            assert "'head.bias'" in text
+            assert "zero.gathered(states=True, writeback=True)" in text
 
 
 def copies(run: Run) -> None:

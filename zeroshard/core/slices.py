@@ -1,4 +1,4 @@
-"""The entries of optimizers: this rank's slices of master values.
+"""The entries of optimizers, this rank's slices of master values, and the states that are kept by them.
 
 Owns what an optimizer sees as a parameter. It must not know updates. Read `core/gradient.py` ("two views of one
 gradient") first.
@@ -9,7 +9,10 @@ Note: assignments to `.data`
     (`ShardedOptimizer`), so other optimizers pay nothing.
 """
 
-from typing import Any, Self
+from collections import defaultdict
+from collections.abc import Callable, MutableMapping
+from functools import wraps
+from typing import Any, Self, final
 
 import torch
 
@@ -18,7 +21,7 @@ from zeroshard.core.gradient import assign, master_gradient, part_of
 from zeroshard.core.slot import Slot, slot_of
 from zeroshard.torch_private import DisabledFunction, version_of
 
-__all__ = ["MasterSlice", "make_master"]
+__all__ = ["MasterSlice", "States", "make_master"]
 
 Tensor = torch.Tensor
 
@@ -99,3 +102,42 @@ def make_master(slot: Slot, replaced: set[MasterSlice]) -> MasterSlice:
     master.__dict__.update(_zeroshard=slot, _replaced=replaced)
     assert isinstance(master, MasterSlice)
     return master
+
+
+def _checked(method: Callable[..., Any]) -> Any:
+    """Return a method of dict that refuses keys that are no keys of `States`."""
+
+    @wraps(method)
+    def checked(self: "States", key: Any, *rest: Any) -> Any:
+        self.check(key)
+        return method(self, key, *rest)
+
+    return checked
+
+
+@final
+class States(defaultdict[Any, Any]):
+    """The states of a sharded optimizer, by slice. A parameter that it has taken is no key while they are closed.
+
+    Where a slice has states, `[]` runs no code of this class, so steps cost what they do in torch.
+    """
+
+    is_open = False
+    """Whether parameters are keys, as in `gathered(states=True)`."""
+
+    __missing__, __contains__ = _checked(defaultdict.__missing__), _checked(dict.__contains__)
+    __setitem__, __delitem__ = _checked(dict.__setitem__), _checked(dict.__delitem__)
+    get, pop, setdefault = _checked(dict.get), _checked(dict.pop), _checked(dict.setdefault)
+    update = MutableMapping.update
+
+    def check(self, key: Any) -> None:
+        """Raise RuntimeError if the key is a parameter of the optimizer, unless parameters are keys now."""
+        slot: Slot | None = key.__dict__.get("_zeroshard") if isinstance(key, Tensor) else None
+        if self.is_open or slot is None or slot.parameter is not key:
+            return
+        if (optimizer := slot.optimizer()) is not None and optimizer.state is self:
+            raise RuntimeError(
+                f"{slot.living_owner().mesh} optimizer.state has this rank's slices, and not '{slot.name}': what is "
+                "read or written under a parameter would not be what updates use. Use `with zero.gathered(states=True, "
+                "writeback=True):` around it, on every rank; there the parameters are the keys, with whole states."
+            )

@@ -12,6 +12,7 @@ Note: why slices of parameters, and not one flat tensor
 import warnings
 import weakref
 import zlib
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from typing import Any, final
@@ -22,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 from zeroshard.core.dtypes import round_at_random
 from zeroshard.core.engine import Engine
 from zeroshard.core.guard import Answer
-from zeroshard.core.slices import MasterSlice, make_master
+from zeroshard.core.slices import MasterSlice, States, make_master
 from zeroshard.core.slot import Slot, slot_of
 from zeroshard.core.states import Presence
 from zeroshard.core.unit import Unit
@@ -78,6 +79,7 @@ class ShardedOptimizer:
         source.plan(optimizer.param_groups)
         for group in optimizer.param_groups:
             self._cut(group)
+        self.close_states()
         odd = _odd_state(kept.states, torch.Size([TRIED_NUMEL]), kept.counters)
         if odd and any(slot_of(master).updater is None for master in self.masters):
             warnings.warn(
@@ -92,6 +94,7 @@ class ShardedOptimizer:
         self._inner_steps = 0
         """Steps of extended classes that are running: all was done before."""
         undo = engine.undo
+        undo.add(self._end_states)
         self._last_hook = undo.keep(optimizer.register_step_pre_hook(self._before_step))
         keep_first(undo.keep(optimizer.register_step_post_hook(self._after_step)))
         undo.keep(optimizer.register_state_dict_pre_hook(self._before_save))
@@ -108,6 +111,23 @@ class ShardedOptimizer:
     def masters(self) -> list[Tensor]:
         """This rank's slices, in the order of groups and entries."""
         return [entry for group in self.optimizer.param_groups for entry in group["params"]]
+
+    def open_states(self) -> None:
+        """Let the parameters be keys of the optimizer's state."""
+        if isinstance(states := self.optimizer.state, States):
+            states.is_open = True
+
+    def close_states(self) -> None:
+        """Let slices alone be keys of the optimizer's state, which torch, or user code, may have replaced."""
+        if not isinstance(states := self.optimizer.state, States):
+            before, states = states, States(getattr(states, "default_factory", dict))
+            self.optimizer.state = states
+            states.update(before)
+        states.is_open = False
+
+    def _end_states(self) -> None:
+        """Give the optimizer a state of torch's class again."""
+        self.optimizer.state = defaultdict(getattr(self.optimizer.state, "default_factory", dict), self.optimizer.state)
 
     def _cut(self, group: dict[str, Any]) -> None:
         """Put slices in the place of the model's parameters, and cut the state that they have already."""
@@ -178,6 +198,7 @@ class ShardedOptimizer:
     def _update(self, optimizer: torch.optim.Optimizer) -> None:
         """Agree on the update, and make it where the optimizer's own step does not."""
         self._engine.leave_passes("optimizer.step()")
+        self.close_states()
         self._engine.check_reduced("optimizer.step()")
         engine, guard, scale = self._engine, self._engine.guard, self._engine.loss_scale
         masters = self.masters

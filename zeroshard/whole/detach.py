@@ -79,6 +79,8 @@ def detach(
         work.check_room(room_bytes)
     for slot in engine.slots.values():
         slot.bucket.grads.clear(slot.index)
+    for one in optimizers:
+        one.open_states()
     for unit in engine.units:
         work.give_back(unit)
     engine.order.barrier("the end of detach()")

@@ -171,6 +171,7 @@ class WholeStates:
         self._engine, self._sharded, self._optimizer = engine, sharded, sharded.optimizer
         (owned,) = owned_states(engine, [sharded])
         whole = gather_states(engine, sharded, sharded.masters, owned)
+        sharded.open_states()
         # States whose key is not a parameter stay in place.
         state = self._optimizer.state
         self._set_aside = {master: state.pop(master) for master in sharded.masters if master in state}
@@ -197,6 +198,7 @@ class WholeStates:
                 elif not writeback and master in self._set_aside:
                     state[master] = self._set_aside[master]
             group["params"] = masters
+        self._sharded.close_states()
 
     def _note_given(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
         self._given = state_dict
