@@ -92,7 +92,7 @@ ADDED = {
     "outputs are summed by parts": 12,
     "a value of an offload that is given twice": 3,
     "tied parameters of a pipe are compared, votes along the axis tensor": 4,
-    "groups that were removed are added again": 12,
+    "groups that were removed are added again, and groups that change under gathered()": 17,
     "parameters are no keys of an optimizer's states outside gathered()": 45,
 }
 """Lines of the engine that features have added since the budgets were set."""

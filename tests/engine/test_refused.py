@@ -525,6 +525,11 @@ def foreign_group(model: nn.Module, optimizer: Optimizer, zero: zs.Zero) -> None
     optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3, 7))]})
 
 
+def group_under_gathered(model: nn.Module, optimizer: Optimizer, zero: zs.Zero) -> None:
+    with zero.gathered(states=True, writeback=True):
+        optimizer.add_param_group({"params": [model.head.bias]})
+
+
 def attach_twice(model: nn.Module, optimizer: Optimizer, zero: zs.Zero) -> None:
     zero.attach(torch.optim.SGD(model.parameters(), lr=0.1))
 
@@ -568,6 +573,11 @@ LATER: dict[str, tuple[Callable[..., None], str, list[str]]] = {
         ["load_state_dict", "writeback=True"],
     ),
     "foreign group": (foreign_group, "ValueError", [r"\(3, 7\)", "model"]),
+    "group under gathered": (
+        group_under_gathered,
+        "RuntimeError",
+        ["add_param_group", r"leave gathered\(\) first"],
+    ),
     "attached twice": (attach_twice, "ValueError RuntimeError", [r"stem\.weight", "more than one|two"]),
     "unattached optimizer": (unattached_optimizer, "RuntimeError", [r"stem\.weight", r"attach\(|gathered\("]),
 }

@@ -168,8 +168,27 @@ def states_by_parameter(run: Run) -> None:
         step_once(run, model, optimizer, step)
 
 
+def groups_changed_inside(run: Run) -> None:
+    """Move a parameter to another group, and remove the group of the last one, which is added again later."""
+    model = models.build(models.Stack)
+    rest = [*model.stem.parameters(), *model.blocks.parameters()]
+    groups = [{"params": rest}, {"params": [*model.head.parameters()], "lr": 0.02}]
+    optimizer = torch.optim.SGD(groups, lr=0.1, momentum=0.9)
+    run.shard(model, optimizer)
+    step_once(run, model, optimizer, 0)
+    with run.gathered(writeback=True, states=True):
+        optimizer.param_groups[0]["params"].append(optimizer.param_groups[1]["params"].pop())
+        del optimizer.param_groups[1]
+        optimizer.state[model.head.bias]["momentum_buffer"].fill_(0.25)
+    step_once(run, model, optimizer, 1)
+    optimizer.add_param_group({"params": [model.head.weight], "lr": 0.05})
+    for step in range(2, 4):
+        step_once(run, model, optimizer, step)
+
+
 SCRIPTS = [
     states_by_parameter,
+    groups_changed_inside,
     state_dicts,
     tied_state_dict,
     loaded_model,

@@ -146,6 +146,11 @@ class ShardedOptimizer:
         group["params"] = masters
 
     def _add_group(self, group: dict[str, Any]) -> None:
+        if self._engine.gathered is not None and self._engine.gathered.states:
+            raise RuntimeError(
+                f"{self._engine.mesh} add_param_group() inside gathered(states=True), where groups have whole "
+                "parameters: leave gathered() first, and add the group on every rank."
+            )
         params = group["params"]
         group["params"] = [params] if isinstance(params, Tensor) else list(params)
         for parameter in group["params"]:

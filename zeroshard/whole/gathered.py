@@ -175,7 +175,8 @@ class WholeStates:
         # States whose key is not a parameter stay in place.
         state = self._optimizer.state
         self._set_aside = {master: state.pop(master) for master in sharded.masters if master in state}
-        self._masters = [list(group["params"]) for group in self._optimizer.param_groups]
+        self._masters = {parameters[slot_of(master).name]: master for master in sharded.masters}
+        """The slice of each parameter; user code may remove groups, and move parameters between them."""
         for group in self._optimizer.param_groups:
             group["params"] = [parameters[slot_of(master).name] for master in group["params"]]
         state.update((parameters[name], one) for name, one in whole.items())
@@ -190,14 +191,14 @@ class WholeStates:
         for hook in self._hooks:
             hook.remove()
         state = self._optimizer.state
-        changed = {p: state.pop(p) for group in self._optimizer.param_groups for p in group["params"] if p in state}
-        for group, masters in zip(self._optimizer.param_groups, self._masters, strict=True):
-            for parameter, master in zip(group["params"], masters, strict=True):
-                if writeback and parameter in changed:
-                    keep_state(self._optimizer, master, changed[parameter])
-                elif not writeback and master in self._set_aside:
-                    state[master] = self._set_aside[master]
-            group["params"] = masters
+        for parameter, master in self._masters.items():
+            changed = state.pop(parameter, None)
+            if writeback and changed is not None:
+                keep_state(self._optimizer, master, changed)
+            elif not writeback and master in self._set_aside:
+                state[master] = self._set_aside[master]
+        for group in self._optimizer.param_groups:
+            group["params"] = [self._masters.get(parameter, parameter) for parameter in group["params"]]
         self._sharded.close_states()
 
     def _note_given(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
