@@ -94,7 +94,7 @@ def largest_exchange(numel: int, world: int, reduce: str, wire: Wire) -> int:
     """Return the bytes of the buffers that the reduction of an embedding takes, which is half of a model."""
     layout, formats = plan_layout([numel // 2], 4, world), Formats("float32", reduce, "float32", "float32", "float32")
     bucket = BucketSpec("table", 0, ("table",), layout, formats, row_of_stage(2), 0, 1)
-    return sum(count * itemsize(dtype) for count, dtype in wire.reduction(bucket))
+    return sum(count * itemsize(dtype) for count, dtype in wire.among_shards(bucket))
 
 
 @pytest.mark.product

@@ -9,9 +9,9 @@ import zeroshard as zs
 from zeroshard.table.bytes import step_bytes
 from zeroshard.table.cells import Sharded
 from zeroshard.table.layout import plan_layout
-from zeroshard.table.spec import BucketSpec, Formats, UnitSpec, itemsize
+from zeroshard.table.spec import BucketSpec, Formats, Message, UnitSpec, itemsize
 from zeroshard.table.stages import STAGES
-from zeroshard.table.wires import HostWire, Messages, Native, Silence
+from zeroshard.table.wires import HostWire, Messages, Native, Silence, Wire
 
 FP32 = Formats("float32", "float32", "float32", "float32", "float32")
 BF16 = Formats("bfloat16", "bfloat16", "float32", "float32", "float32")
@@ -71,24 +71,34 @@ def test_a_gradient_is_taken_over_only_where_it_fills_the_bucket_in_its_own_dtyp
     assert not bucket(3, BF16, (128,)).adopts  # held in another dtype
 
 
+def within(wire: Wire, one: BucketSpec) -> list[Message]:
+    """Return the buffers of a step's first sum over the ranks of one replica."""
+    return wire.apart(one, is_first=True) + wire.among_shards(one)
+
+
 def test_buffers_of_a_reduction() -> None:
     plain, rounded, alone = bucket(3), bucket(3, BF16), bucket(3, numels=(64,))
     shard = plain.layout.shard_numel
-    assert Silence().reduction(plain) == Native().reduction(plain) == HostWire(8).reduction(plain) == []
-    assert Messages().reduction(plain) == [(shard, "float32")] * 3
-    assert Messages().reduction(rounded) == [(rounded.layout.shard_numel, "bfloat16")] * 6
+    assert within(Silence(), plain) == within(Native(), plain) == within(HostWire(8), plain) == []
+    assert within(Messages(), plain) == [(shard, "float32")] * 3
+    assert within(Messages(), rounded) == [(rounded.layout.shard_numel, "bfloat16")] * 6
     assert (Native().lands_as(rounded), Native().lands_as(bucket(2, BF16)), Native().lands_as(bucket(1, BF16))) == (
         *("bfloat16", "bfloat16"),
         "float32",  # held whole
     )
-    assert Native().reduction(rounded) == [(rounded.layout.shard_numel, "float32")]
-    assert Native(accumulates=True).reduction(rounded) == [(rounded.layout.full_numel, "bfloat16")]
-    assert HostWire(8).reduction(alone) == [(4 * 8, "float32")]
-    copied = bucket(1, copies=2)
-    assert Messages().reduction(copied)[-2:] == [
-        (copied.layout.shard_numel // 2, "float32"),
-        (copied.layout.shard_numel, "float32"),
-    ]
+    assert within(Native(), rounded) == [(rounded.layout.shard_numel, "float32")]
+    assert within(Native(accumulates=True), rounded) == [(rounded.layout.full_numel, "bfloat16")]
+    assert within(HostWire(8), alone) == [(4 * 8, "float32")]
+
+
+def test_the_sum_of_a_replica_is_apart_where_held_gradients_cannot_take_it() -> None:
+    whole, own = bucket(1, copies=2), bucket(3, copies=2)
+    assert Messages().among_copies(whole) == [(whole.layout.shard_numel // 2, "float32")]
+    apart = [(whole.layout.shard_numel, "float32")]
+    for wire in (Messages(), HostWire(8), Native()):
+        assert wire.apart(whole, is_first=True) == wire.apart(whole, is_first=False) == apart
+        assert (wire.apart(own, is_first=True), wire.apart(own, is_first=False)) == ([], apart)
+        assert wire.apart(bucket(3), is_first=False) == []
 
 
 class Elsewhere(zs.Sharded.__base__):  # type: ignore[misc, name-defined]

@@ -4,7 +4,7 @@ Owns sizes. `wire/` moves the bytes, with a transport for each class here. Read 
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import final
 
@@ -52,14 +52,15 @@ class Wire(ABC):
     def among_shards(self, bucket: BucketSpec) -> list[Message]:
         """Return the buffers of a sum over the ranks of one replica of the state."""
 
-    def reduction(self, bucket: BucketSpec) -> list[Message]:
-        """Return the buffers of a bucket's reduction."""
-        return self.among_shards(bucket) + self.among_copies(bucket) + self.apart(bucket)
+    def apart(self, bucket: BucketSpec, *, is_first: bool) -> list[Message]:
+        """Return the buffer of the sum of one replica, which is separate until the other replicas have their sums.
 
-    def apart(self, bucket: BucketSpec) -> list[Message]:
-        """Return the buffer of the sum of one replica, which is separate until the other replicas have their sums."""
-        is_apart = bucket.replicas > 1 and bucket.holds_whole_gradients
-        return [(bucket.layout.shard_numel, bucket.formats.grad)] * is_apart
+        Args:
+            is_first: whether held gradients contain no sum yet: their memory then takes the sum, unless this rank's own
+                gradients are in it, or a memory of another kind.
+        """
+        is_free = is_first and not bucket.holds_whole_gradients and bucket.row.gradients.is_on_device
+        return [(bucket.layout.shard_numel, bucket.formats.grad)] * (bucket.replicas > 1 and not is_free)
 
     def among_copies(self, bucket: BucketSpec) -> list[Message]:
         """Return the buffers of a sum over replicas of the state: messages with pieces of a shard."""
@@ -132,9 +133,10 @@ class Native(Wire):
             return []
         return self._converted(bucket, bucket.layout.shard_numel, bucket.layout.world_size)
 
-    def apart(self, bucket: BucketSpec) -> list[Message]:
+    def apart(self, bucket: BucketSpec, *, is_first: bool) -> list[Message]:
         is_message = self.lands_as(bucket) != bucket.formats.grad
-        return [(bucket.layout.shard_numel, bucket.formats.grad)] if is_message else super().apart(bucket)
+        own = [(bucket.layout.shard_numel, bucket.formats.grad)]
+        return own if is_message else super().apart(bucket, is_first=is_first)
 
     def among_copies(self, bucket: BucketSpec) -> list[Message]:
         return self._converted(bucket, bucket.layout.shard_numel, 1) if bucket.replicas > 1 else []
@@ -160,22 +162,34 @@ class Reducing:
         self._buckets: Sequence[BucketSpec] = ()
         self._given, self._messages, self._sums, self._copied = (list[Buffer]() for _ in range(4))
 
-    def start(self, buckets: Sequence[BucketSpec], given: Sequence[Buffer]) -> None:
-        """Start the reduction of a unit, whose gradients are in `given`."""
+    def start(self, buckets: Sequence[BucketSpec], given: Sequence[Buffer], summed: Collection[int] = ()) -> None:
+        """Start the reduction of a unit, whose gradients are in `given`.
+
+        Args:
+            summed: numbers of the buckets whose held gradients contain the sum of an earlier micro-batch.
+        """
         wire, self._buckets, self._given = self._wire, buckets, [*given]
-        self._sums = self._taken(wire.apart) if wire.overlaps else []
-        self._messages = self._taken(wire.among_shards if wire.overlaps else wire.reduction)
+        for bucket in buckets:
+            self._sums += self._taken(bucket, wire.apart(bucket, is_first=bucket.number not in summed))
+            self._messages += self._taken(bucket, wire.among_shards(bucket))
         if wire.is_in_place:
             self.advance()
 
     def advance(self) -> None:
         """Finish the sums over replicas; where there are sums within a replica, start theirs over replicas."""
         self._give(self._messages)
-        if all(bucket.replicas == 1 for bucket in self._buckets):  # these sums are the final ones
-            self._given, self._sums = self._given + self._sums, []
-        before = self._copied + self._given
-        self._copied = self._sums + (self._taken(self._wire.among_copies) if self._wire.overlaps else [])
-        self._give(before)
+        over, self._copied = self._copied + self._given, []
+        for bucket in self._buckets:
+            messages = self._taken(bucket, self._wire.among_copies(bucket))
+            if self._wire.overlaps:
+                self._copied += messages
+            else:  # each is waited for before the next is sent
+                self._give(messages)
+        if self._wire.overlaps and any(bucket.replicas > 1 for bucket in self._buckets):
+            self._copied += self._sums
+        else:  # these sums are the final ones
+            over += self._sums
+        self._give(over)
         self._given, self._messages, self._sums, self._buckets = [], [], [], ()
 
     def finish(self) -> None:
@@ -183,5 +197,5 @@ class Reducing:
         self.advance()
         self.advance()
 
-    def _taken(self, messages: Callable[[BucketSpec], list[Message]]) -> list[Buffer]:
-        return [self._take(*wanted, bucket.unit) for bucket in self._buckets for wanted in messages(bucket)]
+    def _taken(self, bucket: BucketSpec, messages: Sequence[Message]) -> list[Buffer]:
+        return [self._take(*wanted, bucket.unit) for wanted in messages]

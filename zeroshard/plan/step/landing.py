@@ -155,7 +155,7 @@ class Landing:
         """Start the reduction of a unit."""
         clock, storages = self._clock, self._storages
         self.finish_before()
-        taken: list[Buffer] = []
+        taken, summed = list[Buffer](), frozenset(self._summed)
         works: list[tuple[str, int, str]] = []
         reduced = [bucket for bucket in spec.reduced if not bucket.lands_on_sums]
         for bucket in reduced:
@@ -182,7 +182,7 @@ class Landing:
         for bucket in spec.reduced if self._job.device.is_cpu else ():
             nbytes = 4 * min(BLOCK_NUMEL, bucket.layout.shard_numel) * min(2, max(0, bucket.layout.world_size - 2))
             storages.pass_by(nbytes, "transient", spec.name, "partial sums")
-        self._reducing.start(reduced, taken)
+        self._reducing.start(reduced, taken, summed)
 
     def finish(self) -> None:
         """Note that the reduction under way is finished: awaited, then summed over replicas."""
