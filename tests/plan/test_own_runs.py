@@ -65,6 +65,12 @@ def test_in_a_first_step_ranks_agree_on_each_gather_and_the_pool_keeps_what_it_l
         assert measured.resident_bytes == predicted.resident_bytes
 
 
+def test_partial_sums_of_more_than_two_ranks_are_made_once_the_messages_are_there() -> None:
+    """By then the backward's own memory is gone, so that they are no part of its peak."""
+    for predicted, measured in compare(dataclasses.replace(SMALL, ranks=3, shared_memory=False, context=16, batch=1)):
+        assert abs(predicted.peak_bytes / measured.peak_bytes - 1) <= 0.001
+
+
 @pytest.mark.skipif("transformers OPTForCausalLM" not in WIDE, reason="transformers is not installed")
 def test_what_a_loss_outside_the_model_keeps_ends_with_its_backward() -> None:
     model = {"model": "transformers OPTForCausalLM", "trained": "adapters", "activations": "recompute"}

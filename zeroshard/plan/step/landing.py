@@ -153,7 +153,7 @@ class Landing:
 
     def reduce(self, spec: UnitSpec) -> None:
         """Start the reduction of a unit."""
-        clock, storages = self._clock, self._storages
+        clock = self._clock
         self.finish_before()
         taken, summed = list[Buffer](), frozenset(self._summed)
         works: list[tuple[str, int, str]] = []
@@ -178,14 +178,20 @@ class Landing:
             self._reduced_s = clock.collect("reduce", spec.name, works)
         else:
             self._later += works
-        # Sums of more than two ranks are made apart, a block at a time, as `wire/codec.py` does.
-        for bucket in spec.reduced if self._job.device.is_cpu else ():
-            nbytes = 4 * min(BLOCK_NUMEL, bucket.layout.shard_numel) * min(2, max(0, bucket.layout.world_size - 2))
-            storages.pass_by(nbytes, "transient", spec.name, "partial sums")
+        if self._job.wire.is_in_place:
+            self._add_up()
         self._reducing.start(reduced, taken, summed)
+
+    def _add_up(self) -> None:
+        """Add up gradients of more than two ranks on the host: apart, a block at a time, as `wire/codec.py` does."""
+        for bucket in self._under_way if self._job.device.is_cpu else ():
+            nbytes = 4 * min(BLOCK_NUMEL, bucket.layout.shard_numel) * min(2, max(0, bucket.layout.world_size - 2))
+            self._storages.pass_by(nbytes, "transient", bucket.unit, "partial sums")
 
     def finish(self) -> None:
         """Note that the reduction under way is finished: awaited, then summed over replicas."""
+        if not self._job.wire.is_in_place:  # messages are added up once all are there
+            self._add_up()
         for bucket in self._under_way:
             self._clock.note("wait", bucket.unit)
         for bucket in self._under_way:
