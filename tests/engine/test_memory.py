@@ -539,6 +539,34 @@ def test_frozen_parameters_hold_neither_gradients_nor_states(stage: int) -> None
         assert resident["states"] == round(each["states"] * trained)
 
 
+def frozen_traffic(stage: int, blocks: tuple[int, ...]) -> tuple[int, int]:
+    """Return the bytes that a step sends and those predicted, for a model of which these blocks alone are trained."""
+    run = Sharded(stage)
+    model = models.build(models.Even)
+    model.requires_grad_(False)
+    for number in blocks:
+        model.blocks[number].requires_grad_()
+    optimizer = torch.optim.AdamW(p for p in model.parameters() if p.requires_grad)
+    run.shard(model, optimizer, units=[models.EvenBlock])
+    zero, sent = run.zeros[0], [0]
+    for step in range(3):
+        even_loss(model, step, run.rank).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        sent.append(sum(nbytes for kind, nbytes in zero.traffic().sent_bytes.items() if kind not in ("agree", "start")))
+    table = [line.split()[-1].replace(",", "") for line in zero.summary().splitlines()[2 : 3 + len(zero.units)]]
+    assert sum(map(int, table[:-1])) == int(table[-1])
+    return sent[-1] - sent[-2], zero.traffic().predicted_step_bytes
+
+
+@pytest.mark.product
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("blocks", [(2,), (0, 1), (3,)], ids=str)
+def test_units_before_the_first_trained_one_are_gathered_once(stage: int, blocks: tuple[int, ...]) -> None:
+    for sent, predicted in run_ranks(frozen_traffic, 2, stage, blocks, timeout_s=TIMEOUT_S):
+        assert sent == predicted
+
+
 def functional_model(stage: int) -> dict[str, int]:
     """Return resident bytes of a model that ties its embedding: shared parameters count once."""
     run = Sharded(stage)

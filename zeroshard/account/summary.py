@@ -18,7 +18,7 @@ from zeroshard.core.unit import Unit
 from zeroshard.describe.blocks import LARGE_PART
 from zeroshard.describe.offload import reached
 from zeroshard.describe.units import UnitPlan
-from zeroshard.table.bytes import add_bytes, kept_bytes, on_device
+from zeroshard.table.bytes import add_bytes, kept_bytes, on_device, unit_bytes
 from zeroshard.table.schedule import ROOT
 from zeroshard.table.sizes import aligned, size_text
 from zeroshard.update.kernels import describe_waits
@@ -56,7 +56,8 @@ def summarize(engine: Engine, optimizers: Sequence[ShardedOptimizer], row: str) 
         row: the residency row in words.
     """
     states = _states_by_unit(engine.units, optimizers)
-    lines = [_line(unit, states[unit.number]) for unit in engine.units]
+    sent = unit_bytes([unit.described() for unit in engine.units])
+    lines = [_line(unit, states[unit.number], sent[unit.number]) for unit in engine.units]
     total = _total(engine.units, sum(states), predict_step_bytes(engine.units, optimizers))
     saved = [
         f"{what}: {engine.ledger.peak[of]:,} bytes at most" for of, what in SAVED.items() if of in engine.ledger.peak
@@ -159,7 +160,7 @@ def _whole_at_once(units: Sequence[Unit]) -> list[Unit]:
     return [unit for unit in (*kept, *others[:2]) if unit.spec.full_bytes]
 
 
-def _line(unit: Unit, state_bytes: int) -> tuple[str, ...]:
+def _line(unit: Unit, state_bytes: int, sent_bytes: int) -> tuple[str, ...]:
     dtypes = sorted({str(bucket.dtype).removeprefix("torch.") for bucket in unit.buckets})
     return (
         unit.name or "(root)",
@@ -170,7 +171,7 @@ def _line(unit: Unit, state_bytes: int) -> tuple[str, ...]:
         f"{sum(bucket.layout.shard_numel for bucket in unit.buckets):,}",
         _percent(unit.buckets),
         f"{_resident_bytes(unit) + state_bytes:,}",
-        f"{predict_step_bytes([unit]):,}",
+        f"{sent_bytes:,}",
     )
 
 

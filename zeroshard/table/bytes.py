@@ -20,7 +20,17 @@ from zeroshard.table.spec import BucketSpec, UnitSpec, itemsize
 from zeroshard.table.step import plain_uses, steady_passes
 from zeroshard.table.wires import Reducing, Wire
 
-__all__ = ["Owned", "Updates", "add_bytes", "columns_of", "kept_bytes", "on_device", "predict", "step_bytes"]
+__all__ = [
+    "Owned",
+    "Updates",
+    "add_bytes",
+    "columns_of",
+    "kept_bytes",
+    "on_device",
+    "predict",
+    "step_bytes",
+    "unit_bytes",
+]
 
 COLUMNS: Final = ("parameters", "gradients", "states", "padding", "transient")
 """Bytes of the device."""
@@ -186,11 +196,23 @@ def predict(units: Sequence[UnitSpec], updates: Sequence[Updates], wire: Wire) -
 
 
 def step_bytes(units: Sequence[UnitSpec], updates: Sequence[Updates] = ()) -> int:
-    """Return the bytes that a rank sends in a step with one micro-batch."""
-    sent = sum(
-        u.sent_bytes("gather") * (2 - u.is_held) + u.sent_bytes("reduce") + u.sent_bytes("publish") for u in units
-    )
-    return sent + sum(o.sent_bytes for one in updates for o in one.whole)
+    """Return the bytes that a rank sends in a step with one micro-batch; see `unit_bytes`."""
+    return sum(unit_bytes(units)) + sum(o.sent_bytes for one in updates for o in one.whole)
+
+
+def unit_bytes(units: Sequence[UnitSpec]) -> list[int]:
+    """Return what each unit of a model sends in a step with one micro-batch.
+
+    A backward is taken to end at the first unit with trained parameters, by their order, so that those before it are
+    gathered once. With trained parameters in the root, which may be used at any place, it is taken to use all units.
+    """
+    first = min((unit.number for unit in units if unit.reduced), default=len(units))
+    return [
+        unit.sent_bytes("gather") * (1 if unit.is_held or unit.number < first else 2)
+        + unit.sent_bytes("reduce")
+        + unit.sent_bytes("publish")
+        for unit in units
+    ]
 
 
 def _transient_bytes(

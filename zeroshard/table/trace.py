@@ -182,7 +182,8 @@ class Traffic:
     sent_bytes: dict[str, int]
     """Bytes by kind, including bytes that other ranks read from this rank in shared memory."""
     predicted_step_bytes: int
-    """Predicted bytes of a step with one micro-batch: gathers, reductions and the update."""
+    """Predicted bytes of a step with one micro-batch: gathers, reductions and the update. A backward is taken to need
+    no unit before the first trained one, by the order of parameters, if the root has no trained ones."""
     steps: int
 
 
