@@ -4,24 +4,24 @@ Owns `Resumable`, which gives a `DataLoader` of torch a state, and the exchange 
 must not know files: a checkpoint holds the states among its `extra`. Read `Resumable` first.
 
 Note: exactly
-    A loader of torch draws the seed of its sampler and of its workers when an epoch begins. The state of torch's
-    generator at that moment, and the number of batches read since, are therefore the position. A resume draws and drops
-    that many batches, and then gives torch's, numpy's and Python's generators back the states that the checkpoint had:
-    also what the dataset draws is that of an uninterrupted run. Between epochs there is nothing to repeat. A generator
-    that the loader or its sampler has goes back to its state when the epoch began. Workers that stay for the next epoch
-    (`persistent_workers=True`) draw no seed then, so a resume starts workers before it repeats such an epoch; what
-    their datasets draw from generators of their own is new.
+    A loader of torch draws the seed of its sampler and of its workers when an epoch begins, and a sampler or dataset
+    may shuffle then by torch's, numpy's or Python's generator. The states of the three at that moment, and the number
+    of batches read since, are therefore the position. A resume draws and drops that many batches from there, and then
+    gives the generators back the states that the checkpoint had: also what the dataset draws is that of an
+    uninterrupted run. Between epochs there is nothing to repeat. A generator that the loader or its sampler has goes
+    back to its state when the epoch began. Workers that stay for the next epoch (`persistent_workers=True`) draw no
+    seed then, so a resume starts workers before it repeats such an epoch; what their datasets draw from generators of
+    their own is new.
 """
 
 import json
-import random
 from collections.abc import Iterator, Mapping
 from typing import Any, Final, Generic, Protocol, TypeVar, final
 
-import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from zeroshard.checkpoint.generators import read_generators, write_generators
 from zeroshard.checkpoint.values import decode, encode
 from zeroshard.join.start import accepted_by_all, texts_across_ranks
 from zeroshard.table.errors import CheckpointError
@@ -32,6 +32,8 @@ __all__ = ["Resumable", "Stateful", "restore", "states_of"]
 _T = TypeVar("_T")
 LOADER: Final = "zeroshard.loader"
 """The key of the states among a checkpoint's `extra`, which `load` takes out again."""
+_CPU: Final = torch.device("cpu")
+"""Whose generators samplers and datasets draw from, beside numpy's and Python's."""
 
 
 class Stateful(Protocol):
@@ -63,6 +65,11 @@ class Resumable(Generic[_T]):
     `IterableDataset` over several workers) and, with a `DistributedSampler`, the number of ranks: samples that were
     read are not read again, to a batch.
 
+    A sampler or `IterableDataset` that draws when an epoch begins may use torch's, numpy's or Python's generator. A
+    sampler that draws while it is read, such as one that shuffles block by block, needs a `torch.Generator` of its own
+    as its attribute `generator`: a resume does not repeat what your loop draws between batches, such as dropout, so
+    with torch's common generator it would read other samples.
+
     Args:
         loader: a `DataLoader` over a dataset with or without an index.
 
@@ -84,7 +91,7 @@ class Resumable(Generic[_T]):
         self.loader = loader
         self.epoch = 0
         """The number of epochs that were read; one that was left early counts from the next iteration on."""
-        self._read, self._start = 0, torch.get_rng_state()
+        self._read, self._start = 0, read_generators(_CPU)
         self._own_starts = self._own_states()
         self._given = getattr(getattr(loader, "sampler", None), "epoch", None)
         self._has_begun = self._resumes = False
@@ -104,16 +111,16 @@ class Resumable(Generic[_T]):
         if hasattr(sampler, "set_epoch"):
             sampler.set_epoch(_Epoch(self.epoch))
         self._given = getattr(sampler, "epoch", None)
-        now = torch.get_rng_state(), np.random.get_state(), random.getstate()
+        now = read_generators(_CPU)
         skipped = self._read if self._resumes else 0
         has_workers, self._has_begun = self._stays and self._has_begun, True
         if self._resumes:
             if self._continues and not has_workers:
                 iter(self.loader)
-            torch.set_rng_state(self._start if skipped else now[0])
+            write_generators({**now, **self._start} if skipped else now, _CPU)
             for own, state in zip(_generators(self.loader), self._own_starts, strict=True):
                 own.set_state(state)
-        self._start, self._own_starts = torch.get_rng_state(), self._own_states()
+        self._start, self._own_starts = read_generators(_CPU), self._own_states()
         if self._resumes and has_workers and not self._continues:
             # The seed that the workers of this epoch were started with.
             torch.empty((), dtype=torch.int64, device="cpu").random_(generator=self.loader.generator)
@@ -123,9 +130,7 @@ class Resumable(Generic[_T]):
         for _ in range(skipped):
             next(batches, None)
         if skipped:
-            torch.set_rng_state(now[0])
-            np.random.set_state(now[1])
-            random.setstate(now[2])
+            write_generators(now, _CPU)
         for batch in batches:
             self._read += 1
             yield batch
@@ -140,7 +145,8 @@ class Resumable(Generic[_T]):
             "batches": self._read,
             "batch_size": self.loader.batch_size,
             "streams": self._streams,
-            "generator": self._start.clone(),
+            "generator": self._start["torch"].clone(),
+            "others": {name: one.clone() for name, one in self._start.items() if name != "torch"},
             "generators": [one.clone() for one in own],
             "continues": self._continues if is_inside else self._stays and self._has_begun,
         }
@@ -171,7 +177,9 @@ class Resumable(Generic[_T]):
                     "call zero.load() without loader=."
                 )
             self._read = self._read * before[0] // size
-        self._start, self._own_starts, self._resumes = state_dict["generator"], list(own), True
+        # Positions of earlier versions have torch's state alone.
+        self._start = {**state_dict.get("others", {}), "torch": state_dict["generator"]}
+        self._own_starts, self._resumes = list(own), True
         self._continues = bool(state_dict.get("continues")) and self._stays
 
     def _own_states(self) -> list[torch.Tensor]:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import (
@@ -16,6 +17,7 @@ from torch.utils.data import (
     DistributedSampler,
     IterableDataset,
     RandomSampler,
+    Sampler,
     TensorDataset,
     get_worker_info,
 )
@@ -290,6 +292,92 @@ def test_each_epoch_continues(kind: str, tmp_path: Path) -> None:
         assert read(loader, 24 - count) == expected[count:], count
         zero.load(path, loader=loader)  # back, in one process
         assert read(loader, 24 - count) == expected[count:], count
+
+
+def by_numpy() -> list[int]:
+    return np.random.permutation(len(DATA)).tolist()
+
+
+def by_python() -> list[int]:
+    return random.sample(range(len(DATA)), len(DATA))
+
+
+class Shuffled(Sampler[int]):
+    """The numbers of `DATA`, shuffled when an epoch begins."""
+
+    def __init__(self, draw: Callable[[], list[int]]) -> None:
+        self.draw = draw
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.draw())
+
+
+class Streamed(Shuffled, IterableDataset[int]):
+    """The same numbers as data without an index."""
+
+
+class Blocks(Sampler[int]):
+    """The numbers of `DATA`, shuffled block by block from a generator of the sampler while they are read."""
+
+    def __init__(self) -> None:
+        self.generator = seeded()
+
+    def __iter__(self) -> Iterator[int]:
+        for start in range(0, len(DATA), 4):
+            yield from (start + torch.randperm(4, generator=self.generator)).tolist()
+
+
+DRAWING: dict[str, Callable[[], DataLoader]] = {
+    "sampler, numpy": lambda: DataLoader(DATA, 3, sampler=Shuffled(by_numpy)),
+    "sampler, Python": lambda: DataLoader(DATA, 3, sampler=Shuffled(by_python)),
+    "stream, numpy": lambda: DataLoader(Streamed(by_numpy), 3),
+    "stream, Python": lambda: DataLoader(Streamed(by_python), 3),
+    "block by block": lambda: DataLoader(DATA, 3, sampler=Blocks()),
+}
+
+
+@pytest.mark.parametrize("kind", DRAWING)
+def test_an_order_of_any_generator_continues(kind: str, tmp_path: Path) -> None:
+    """The loop draws between batches as dropout and augmentations do, and the resumed one draws the same."""
+
+    def walk(loader: zs.Resumable, count: int) -> list[Any]:
+        found: list[Any] = []
+        while len(found) < count:
+            for batch in loader:
+                numbers = batch if isinstance(batch, torch.Tensor) else batch[0]
+                drawn = torch.rand(()).item(), np.random.rand(), random.random()
+                found.append((numbers.tolist(), drawn))
+                if len(found) == count:
+                    break
+        return found
+
+    def start(seed: int) -> tuple[zs.Zero, zs.Resumable]:
+        zero = zs.shard(torch.nn.Linear(2, 2))
+        torch.manual_seed(seed)
+        np.random.seed(seed)
+        random.seed(seed)
+        return zero, zs.Resumable(DRAWING[kind]())
+
+    expected = walk(start(3)[1], 14)
+    for count in (3, 11):
+        zero, loader = start(3)
+        assert walk(loader, count) == expected[:count]
+        path = zero.save(tmp_path / f"step-{count}", loader=loader)
+        zero, loader = start(9)
+        zero.load(path, loader=loader)
+        assert walk(loader, 14 - count) == expected[count:]
+
+
+def test_a_position_without_other_generators_continues() -> None:
+    """Positions that earlier versions saved have torch's generator alone."""
+    first, second = (zs.Resumable(DataLoader(DATA, 3, shuffle=True)) for _ in range(2))
+    batches = iter(first)
+    next(batches)
+    position = first.state_dict()
+    del position["others"]
+    expected = [batch.tolist() for (batch,) in batches]
+    second.load_state_dict(position)
+    assert [batch.tolist() for (batch,) in second] == expected
 
 
 def test_a_generator_that_is_gone_is_refused(tmp_path: Path) -> None:
