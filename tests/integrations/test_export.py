@@ -1,6 +1,7 @@
 """What `zeroshard checkpoint export` writes is what transformers and peft load: all of it, or it is refused."""
 
 import json
+from functools import partial
 from pathlib import Path
 
 import peft
@@ -16,6 +17,7 @@ from transformers import (
 
 import zeroshard as zs
 from tests.oracle import seed
+from zeroshard.checkpoint import contents
 from zeroshard.checkpoint.folders import FolderReader, export
 from zeroshard.testing import run_ranks
 
@@ -85,18 +87,41 @@ def test_peft_loads_an_exported_adapter(tmp_path: Path) -> None:
     assert not (tmp_path / "other").exists()
 
 
-def test_what_is_trained_beside_an_adapter_is_not_lost(tmp_path: Path) -> None:
+def save_beside_a_norm(folder: Path, kind: type[torch.optim.Optimizer], *, model_only: bool = False) -> None:
+    """Train an adapter and a norm for a step, and save a checkpoint and the adapter's configuration."""
     model = adapted()
     norm = next(p for name, p in model.named_parameters() if name.endswith("model.norm.weight"))
     norm.requires_grad_(True)
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+    optimizer = kind([p for p in model.parameters() if p.requires_grad], lr=0.05)
     zero = zs.shard(model, optimizer)
     model(**tiny.kinds()["llama"].batch(0, 0)).loss.backward()
     optimizer.step()
-    zero.save(tmp_path / "step-1")
-    model.peft_config["default"].save_pretrained(tmp_path)
+    assert zero.load(zero.save(folder / "step-1", model_only=model_only), model_only=model_only).extra == {}
+    model.peft_config["default"].save_pretrained(folder)
+
+
+@pytest.mark.parametrize("is_earlier", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "model_only"),
+    [(torch.optim.AdamW, False), (torch.optim.SGD, False), (zs.optim.Adafactor, False), (torch.optim.AdamW, True)],
+)
+def test_what_is_trained_beside_an_adapter_is_not_lost(
+    kind: type[torch.optim.Optimizer],
+    model_only: bool,
+    is_earlier: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if is_earlier:
+        monkeypatch.setattr(contents, "trained_beside", lambda names, trained: {})
+    save_beside_a_norm(tmp_path, kind, model_only=model_only)
+    write = partial(export, tmp_path / "step-1", tmp_path / "adapter", config=tmp_path / "adapter_config.json")
+    if is_earlier and model_only:
+        with pytest.warns(UserWarning, match="does not say which parameters were trained"):
+            write()
+        return
     with pytest.raises(zs.CheckpointError, match=r"'base_model\.model\.model\.norm\.weight' \(of 1\) was trained"):
-        export(tmp_path / "step-1", tmp_path / "adapter", config=tmp_path / "adapter_config.json")
+        write()
 
 
 AUTO = {"t5": AutoModelForSeq2SeqLM, "bert": AutoModelForMaskedLM, "vit": AutoModelForImageClassification}

@@ -11,8 +11,10 @@ from typing import Any, Final
 from zeroshard.checkpoint.ranges import Spec
 from zeroshard.table.errors import CheckpointError
 
-__all__ = ["adapter_names", "is_adapted"]
+__all__ = ["TRAINED", "adapter_names", "is_adapted", "trained_beside"]
 
+TRAINED: Final = "zeroshard.trained"
+"""The key among a checkpoint's `extra` of what was trained beside an adapter; only models with adapters have it."""
 _PREFIX: Final = "base_model.model."
 _OF_LORA = re.compile(r"(?P<module>.+)\.(?P<part>lora_[AB])\.(?P<adapter>[^.]+)\.weight")
 _SAVED = re.compile(r"(?P<module>.+)\.modules_to_save\.(?P<adapter>[^.]+)\.(?P<rest>.+)")
@@ -25,6 +27,17 @@ def is_adapted(names: Iterable[str]) -> bool:
     return any(_OF_PEFT.search(name) for name in names)
 
 
+def trained_beside(names: Iterable[str], trained: Iterable[str]) -> dict[str, Any]:
+    """Return the trained parameters of a model that no adapter holds, under `TRAINED`; {} of a model without adapters.
+
+    Args:
+        names: of all parameters and buffers.
+    """
+    if not is_adapted(names):
+        return {}
+    return {TRAINED: sorted(name for name in trained if not (_OF_LORA.fullmatch(name) or _SAVED.fullmatch(name)))}
+
+
 def adapter_names(
     where: str, specs: Mapping[str, Spec], trained: Iterable[str], config: Mapping[str, Any] | None
 ) -> dict[str, str]:
@@ -33,7 +46,7 @@ def adapter_names(
     Args:
         where: the checkpoint, for messages.
         specs: the parameters and buffers of a model that peft has changed.
-        trained: the names of tensors with optimizer states.
+        trained: the names of the parameters that were trained.
         config: the configuration of the adapter; None without one.
 
     Raises:

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from zeroshard.checkpoint import strict
+from zeroshard.checkpoint.adapter import TRAINED, trained_beside
 from zeroshard.checkpoint.cuts import RowExchange, writers_of
 from zeroshard.checkpoint.described import pack
 from zeroshard.checkpoint.generators import read_generators
@@ -26,6 +27,7 @@ from zeroshard.checkpoint.ranges import Chunks, Spec, arrange
 from zeroshard.checkpoint.together import agree_equal
 from zeroshard.checkpoint.values import encode
 from zeroshard.core.engine import Engine
+from zeroshard.core.slot import slot_of
 from zeroshard.table.errors import CheckpointError
 from zeroshard.update.optimizer import ShardedOptimizer
 from zeroshard.whole.owned import OwnedState
@@ -189,7 +191,7 @@ def make_plan(
         step = int(number[1]) if number else max((one.steps for one in trained), default=0)
     scale = None if how.model_only else engine.loss_scale
     common = {
-        "extra": encode(dict(extra), "extra") | states_of_modules(model),
+        "extra": encode(dict(extra), "extra") | states_of_modules(model) | _trained_beside(engine, trained),
         "loss_scale": None if scale is None else [scale.value, scale._good_steps, encode(scale.history, "history")],
     }
     items = model_items(engine, model) + state_items(engine, optimizers, owned)
@@ -200,6 +202,12 @@ def make_plan(
         items += generator_items(engine, read_generators(engine.mesh.device))
     text = strict.dumps(common, EXTRA)
     return Plan(path, step, engine.mesh, tuple(items), aliases_of(engine, model), text, how.keep, how.mode)
+
+
+def _trained_beside(engine: Engine, optimizers: Sequence[ShardedOptimizer]) -> dict[str, Any]:
+    """Return what an export of an adapter asks: where there are no states, nothing else says what was trained."""
+    slots = [slot_of(master) for one in optimizers for master in one.masters] or engine.slots.values()
+    return trained_beside(engine.slots, [slot.name for slot in slots if slot.parameter.requires_grad])
 
 
 def agree_on(engine: Engine, plan: Plan, what: str, options: str) -> None:
@@ -223,7 +231,8 @@ def agree_on(engine: Engine, plan: Plan, what: str, options: str) -> None:
     if engine.mesh.pipe is not None:
         # Optimizers and modules of the places of a pipe are compared where they are joined.
         given = {**strict.loads(plan.extra, EXTRA), "optimizers": None}
-        given["extra"].pop(MODULES, None)
+        for key in (MODULES, TRAINED):
+            given["extra"].pop(key, None)
         same = zlib.crc32(strict.dumps(given, EXTRA))
     agree_equal(engine, f"{what}: comparing extra and hyper-parameters", zlib.crc32(plan.extra), message, common=same)
     _agree_on_copies(engine, plan.items, what)

@@ -6,6 +6,7 @@ Owns that layout: `model-00001-of-00002.safetensors` and so on, with `model.safe
 
 import json
 import os
+import warnings
 import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -15,11 +16,12 @@ from typing import Any, final
 import numpy as np
 
 from zeroshard.checkpoint import files, strict
-from zeroshard.checkpoint.adapter import adapter_names, is_adapted
+from zeroshard.checkpoint.adapter import TRAINED, adapter_names, is_adapted
 from zeroshard.checkpoint.attempt import new_folder
 from zeroshard.checkpoint.dcp_layout import METADATA
+from zeroshard.checkpoint.fields import Value
 from zeroshard.checkpoint.fit import check_fit
-from zeroshard.checkpoint.manifest import MANIFEST
+from zeroshard.checkpoint.manifest import EXTRA, MANIFEST
 from zeroshard.checkpoint.ranges import ITEM_BYTES, Spec
 from zeroshard.checkpoint.reader import CheckpointReader, Source, clue_of, opened, read_exactly, read_text
 from zeroshard.checkpoint.verify import verify
@@ -67,12 +69,11 @@ def export(
     text = None if config is None else read_text(Path(os.path.realpath(config)))  # the way to it may be a link
     described = None if text is None else _parse_config(text, Path(str(config)))
     if is_adapted(reader.specs):
-        trained = {spec.name.split("/", 2)[-1] for spec in reader.states.values() if spec.kind == "state"}
         kept = Path(os.path.abspath(source)).parent / BESIDE / ADAPTER_CONFIG
         if described is None and kept.is_file():
             text = read_text(kept)
             described = _parse_config(text, kept)
-        names = adapter_names(str(reader.path), reader.specs, trained, described)
+        names = adapter_names(str(reader.path), reader.specs, _trained_in(reader), described)
         with new_folder(path) as folder:
             _write_whole(folder / ADAPTER, [reader.specs[name] for name in names], reader, names)
             write_file(folder / ADAPTER_CONFIG, text or b"")
@@ -96,6 +97,28 @@ def export(
             write_file(folder / CONFIG, text)
         _copy_beside(Path(os.path.abspath(source)).parent / BESIDE, folder)
     return path
+
+
+def _trained_in(reader: CheckpointReader) -> set[str]:
+    """Return the parameters that were trained, by what a checkpoint says of them; it warns if that is nothing."""
+    content = Value(strict.loads(reader.read_extra(), where := str(reader.path / EXTRA)), where)
+    trained = {spec.name.split("/", 2)[-1] for spec in reader.states.values() if spec.kind == "state"}
+    if (extra := content.get("extra")).keys() & {TRAINED}:
+        return trained | {*extra.get(TRAINED).strings()}
+    # Checkpoints of earlier versions have the parameters of optimizers, and which of them have states.
+    names = [spec.name for spec in reader.manifest.tensors]
+    optimizers = list(content.get("optimizers").items())
+    for one in optimizers:
+        stateful = one.get("stateful")
+        several = [group.get("params") for group in one.get("groups").items()] if not stateful.value else [stateful]
+        trained |= {names[place] for places in several for place in places.integers(len(names) - 1)}
+    if not optimizers:
+        warnings.warn(
+            f"{where}: does not say which parameters were trained, as it was imported, or saved with model_only=True "
+            "by an earlier version. The export holds the adapter alone.",
+            stacklevel=3,
+        )
+    return trained
 
 
 def _copy_beside(beside: Path, folder: Path) -> None:

@@ -26,6 +26,7 @@ import torch
 from torch import nn
 
 from zeroshard.checkpoint import strict
+from zeroshard.checkpoint.adapter import TRAINED
 from zeroshard.checkpoint.cuts import Cut, cut_of
 from zeroshard.checkpoint.described import MAX_STEPS, unpack
 from zeroshard.checkpoint.fields import shown
@@ -156,6 +157,7 @@ def read_content(reader: CheckpointReader) -> Content:
     optimizers = unpack(value["optimizers"], [spec.name for spec in reader.manifest.tensors], where)
     if not isinstance(extra, dict) or not _is_loss_scale(scale):
         raise CheckpointError(f"{where}: extra or the loss scale is invalid.")
+    extra.pop(TRAINED, None)
     return Content(reader, extra, optimizers, scale)
 
 

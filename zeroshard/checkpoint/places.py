@@ -13,6 +13,7 @@ from typing import Any, Final, final
 import torch
 
 from zeroshard.checkpoint import strict
+from zeroshard.checkpoint.adapter import TRAINED
 from zeroshard.checkpoint.contents import ADVICE, INTEGERS, Plan
 from zeroshard.checkpoint.cuts import writers_of
 from zeroshard.checkpoint.described import pack, unpack
@@ -110,6 +111,7 @@ def join_plan(engine: Engine, plan: Plan, what: str) -> Plan:
             "items": [_row(item.spec, item.chunks(writers)) for item in items],
             "modules": content["extra"].get(MODULES, {}),
             "optimizers": content["optimizers"],
+            "trained": content["extra"].get(TRAINED),
         },
         what,
         ADVICE,
@@ -127,6 +129,8 @@ def join_plan(engine: Engine, plan: Plan, what: str) -> Plan:
         places = {item.spec.name: place for place, item in enumerate(joined) if item.spec.kind == "model"}
         if states := _agreed(told, mesh, "modules", "get_extra_state() of module"):
             content["extra"][MODULES] = states
+        if trained := [one["trained"] for one in told if one["trained"] is not None]:
+            content["extra"][TRAINED] = sorted({name for names in trained for name in names})
         content["optimizers"] = pack(_optimizers(told, mesh), places)
         generators = [item for item in plan.items if item.spec.kind == "rng"]
         extra = strict.dumps(content, EXTRA)
