@@ -478,7 +478,7 @@ class Zero:
                 time.
             keep: the number of checkpoints to keep in the parent folder, at least 2, with this one. Older checkpoints
                 that were also saved with `keep` are removed; checkpoints saved without `keep` stay. Checkpoints saved
-                with `model_only` are counted apart.
+                with `model_only`, of another model, or with another name but for numbers, are counted apart.
             model_only: write parameters and buffers alone, and `extra`, without optimizers and generators: for
                 `zero.load(path, model_only=True)`, for exports, and for the best model of a run.
             loader: the data loader or sampler, whose position in the data, which differs between ranks, is saved, too:

@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 
 import zeroshard as zs
 from zeroshard.checkpoint.verify import verify
@@ -57,6 +58,20 @@ def test_checkpoints_to_resume_from_are_counted_apart(tmp_path: Path) -> None:
     assert names(tmp_path) == ["best-2", "best-3", "step-2", "step-3"]
 
 
+def test_models_of_one_job_are_counted_apart(tmp_path: Path) -> None:
+    """A generator and its critic, ended between their saves; then another model under the first one's names."""
+    first, second, other = small.Small().zero, small.Small().zero, zs.shard(torch.nn.Linear(2, 1))
+    for step in (10, 20, 30):
+        first.save(tmp_path / f"generator-{step}", keep=2)
+        if step < 30:
+            second.save(tmp_path / f"critic-{step}", keep=2)
+    expected = ["critic-10", "critic-20", "generator-20", "generator-30"]
+    assert names(tmp_path) == expected
+    for step in (40, 50, 60):
+        other.save(tmp_path / f"generator-{step}", keep=2)
+    assert names(tmp_path) == [*expected, "generator-50", "generator-60"]
+
+
 def test_the_newest_is_one_to_resume_from(tmp_path: Path) -> None:
     trainer = small.Small()
     best = trainer.zero.save(tmp_path / "best", step=9, model_only=True)
@@ -67,7 +82,7 @@ def test_the_newest_is_one_to_resume_from(tmp_path: Path) -> None:
 
 def test_one_of_the_same_step_outlives_the_other(tmp_path: Path) -> None:
     trainer = small.Small()
-    for name in ("z", "y", "x"):
+    for name in ("run-3", "run-2", "run-1"):
         trainer.zero.save(tmp_path / name, step=4, keep=2)
         assert name in names(tmp_path)
     assert len(names(tmp_path)) == 2

@@ -14,7 +14,7 @@ import platform
 import re
 import secrets
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -34,7 +34,7 @@ from zeroshard.checkpoint.manifest import (
     Manifest,
     is_model_only,
 )
-from zeroshard.checkpoint.ranges import make_header
+from zeroshard.checkpoint.ranges import Spec, make_header
 from zeroshard.checkpoint.reader import read_manifest
 from zeroshard.checkpoint.writer import FileWriter, write_file
 from zeroshard.core.version import VERSION
@@ -135,7 +135,8 @@ def remove_older(plan: Plan, keep: int) -> None:
     """Remove expiring checkpoints that are older than this one, except the newest.
 
     Only complete folders with a checkpoint's own files and nothing else are removed. Those of the model alone count
-    apart: no training resumes from them.
+    apart: no training resumes from them. So do those of another model of the job, which has other tensors, or names
+    that differ in more than numbers (generator-20 and critic-20).
 
     Args:
         plan: of the newest checkpoint, which is committed.
@@ -153,15 +154,28 @@ def remove_older(plan: Plan, keep: int) -> None:
 
 def _expiring(plan: Plan) -> Iterator[tuple[int, str]]:
     """Yield step and name of each checkpoint beside that of `plan` that may be removed."""
-    path, kind = plan.path, is_model_only(plan.specs)
+    path, kind, tensors = plan.path, is_model_only(plan.specs), _model_of(plan.specs)
     for name in files.names_in(path.parent):
         folder = path.parent / name
-        if name.startswith(".") or name == path.name or folder.is_symlink() or not (folder / MANIFEST).is_file():
+        if name.startswith(".") or name == path.name or _stem(name) != _stem(path.name):
+            continue
+        if folder.is_symlink() or not (folder / MANIFEST).is_file():
             continue
         try:
             manifest, _ = read_manifest(folder)
         except CheckpointError:
             continue
-        is_older = manifest.expires and manifest.step <= plan.step and manifest.is_model_only == kind
-        if is_older and set(files.names_in(folder)) - {ISLANDS} == manifest.names:
+        is_older = manifest.expires and manifest.step <= plan.step
+        is_alike = manifest.is_model_only == kind and _model_of(manifest.tensors) == tensors
+        if is_older and is_alike and set(files.names_in(folder)) - {ISLANDS} == manifest.names:
             yield manifest.step, name
+
+
+def _stem(name: str) -> str:
+    """Return what the names of one model's checkpoints have in common."""
+    return re.sub(r"\d+", "", name)
+
+
+def _model_of(specs: Iterable[Spec]) -> set[str]:
+    """Return the names of a model's tensors."""
+    return {spec.name for spec in specs if spec.kind == "model"}

@@ -150,7 +150,8 @@ def latest(folder: str | Path) -> Path | None:
     """Return the verified checkpoint with the highest step in a folder; None without checkpoints.
 
     Damaged checkpoints and links are skipped with a warning. One that was saved with `model_only`, from which no
-    training resumes, is returned only if no other is complete. The file LATEST is only for people.
+    training resumes, is returned only if no other is complete. The file LATEST is only for people. Give each model of a
+    job a folder of its own: the newest is looked for among the checkpoints of all.
 
     Args:
         folder: the folder that contains checkpoints.
