@@ -14,6 +14,7 @@ from torch import nn
 import zeroshard as zs
 from tests.oracle import assert_same
 from tests.outer.plain import adamw, build, loss_of, mesh_of, nesterov, whole
+from zeroshard.checkpoint.diff import diff
 from zeroshard.checkpoint.verify import verify
 from zeroshard.testing import RankFailure, run_ranks
 
@@ -87,6 +88,27 @@ def test_a_run_resumes_in_the_middle_of_an_interval(name: str, tmp_path: Path) -
 def all_stages(folder: str, name: str, precision: Any) -> list[Any]:
     """Resume at each stage."""
     return [resumed(folder, 2, stage, name, precision) for stage in range(4)]
+
+
+def save_two(folder: str) -> None:
+    """Save two runs; in the second one the second island reads another batch after the last exchange."""
+    for name, batch in (("one", 3), ("other", 7)):
+        run = made(2, 0, OPTIONS["average"])
+        go_on(run, range(3))
+        go_on(run, range(batch, batch + 1) if dist.get_rank() else range(3, 4))
+        run[0].save(f"{folder}/{name}/step-4")
+
+
+def test_each_island_is_compared(tmp_path: Path) -> None:
+    run_ranks(save_two, 2, str(tmp_path), timeout_s=TIMEOUT_S)
+    one, other = (tmp_path / name / "step-4" for name in ("one", "other"))
+    assert diff(one, one) == []
+    found = {difference.name for difference in diff(one, other)}
+    assert {name.split(":")[0] for name in found} == {"island 1"}
+    assert {name.split("/")[1] for name in found} == {"exp_avg", "exp_avg_sq", "local"}
+    shutil.rmtree(other / "islands")
+    with pytest.raises(zs.CheckpointError, match="islands/1"):
+        diff(one, other)
 
 
 # -- other runs -------------------------------------------------------------------------------------------------------

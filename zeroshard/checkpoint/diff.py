@@ -5,14 +5,16 @@ Owns the comparison. It reads both checkpoints in pieces, with constant memory. 
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from zeroshard.checkpoint.manifest import PARTS
 from zeroshard.checkpoint.ranges import Spec
 from zeroshard.checkpoint.reader import CheckpointReader
+from zeroshard.checkpoint.verify import other_islands, part_of
 
 __all__ = ["Difference", "as_floats", "diff"]
 
@@ -32,12 +34,26 @@ class Difference:
 def diff(first: str | Path, second: str | Path) -> list[Difference]:
     """Return the differences of two checkpoints; empty if every tensor, alias and text is equal bit for bit.
 
-    The number of ranks and the ranges in files are not compared, nor are random generators.
+    The number of ranks and the ranges in files are not compared, nor are random generators. Of islands, each one's part
+    is compared with that of the same number.
 
     Raises:
         CheckpointError: a checkpoint is damaged.
     """
     one, other = CheckpointReader(Path(first)), CheckpointReader(Path(second))
+    found = _differences(one, other)
+    islands, others = {*other_islands(one)}, {*other_islands(other)}
+    for island in sorted(islands | others):
+        name = f"island {island}"
+        if island in islands & others:
+            of_parts = _differences(part_of(one, island), part_of(other, island))
+            found += [replace(part, name=f"{name}: {part.name}") for part in of_parts]
+        else:
+            found.append(Difference(name, f"only in the {'first' if island in islands else 'second'}"))
+    return found
+
+
+def _differences(one: CheckpointReader, other: CheckpointReader) -> list[Difference]:
     found = _compare_specs(one.specs, other.specs)
     found += _compare_specs(_states(one), _states(other))
     for name, spec in one.specs.items():
@@ -56,7 +72,8 @@ def diff(first: str | Path, second: str | Path) -> list[Difference]:
 
 
 def _states(reader: CheckpointReader) -> dict[str, Spec]:
-    return {name: spec for name, spec in reader.states.items() if spec.kind == "state"}
+    """Return what is compared: states of optimizers, and what islands have; no generators and no checksums of parts."""
+    return {name: spec for name, spec in reader.states.items() if spec.kind != "rng" and name != PARTS}
 
 
 def _compare_specs(first: Mapping[str, Spec], second: Mapping[str, Spec]) -> list[Difference]:

@@ -13,7 +13,7 @@ from zeroshard.checkpoint.manifest import ISLANDS, PARTS, Manifest, is_own_name
 from zeroshard.checkpoint.reader import CheckpointReader, path_of, read_manifest
 from zeroshard.table.errors import CheckpointError, printable
 
-__all__ = ["Listed", "latest", "list_below", "list_checkpoints", "part_of", "verify"]
+__all__ = ["Listed", "latest", "list_below", "list_checkpoints", "other_islands", "part_of", "verify"]
 
 
 def verify(path: str | Path, on_bytes: Callable[[int, int], None] | None = None) -> Manifest:
@@ -38,7 +38,7 @@ def verify(path: str | Path, on_bytes: Callable[[int, int], None] | None = None)
             on_bytes(done, total)
 
     reader.verify(on_bytes=count)
-    for island in _other_islands(reader):
+    for island in other_islands(reader):
         part_of(reader, island).verify()
     return reader.manifest
 
@@ -63,7 +63,7 @@ def _digests(reader: CheckpointReader) -> list[int]:
     return memoryview(reader.read_state(PARTS, 0, spec.numel)).cast("q").tolist()
 
 
-def _other_islands(reader: CheckpointReader) -> Iterable[int]:
+def other_islands(reader: CheckpointReader) -> Iterable[int]:
     """Return the numbers of the islands that have parts; checkpoints of earlier versions do not say how many."""
     if PARTS in reader.states:
         return range(1, len(_digests(reader)) + 1)
