@@ -297,6 +297,24 @@ def test_the_plan_is_the_trace_however_units_are_used(case: str, stage: int) -> 
 
 
 @pytest.mark.product
+@pytest.mark.parametrize("activations", [None, "recompute"])
+def test_the_plan_of_a_tied_shape_exchanges_its_units_as_the_trace_does(activations: str | None) -> None:
+    names = {"embedding": "transformer.wte", "blocks.0": "transformer.h.0", "blocks.1": "transformer.h.1"}
+    shape = zs.Transformer(name="tied", layers=2, hidden=64, heads=4, vocabulary=512, block="gpt2", is_tied=True)
+    plan = zs.plan(shape, world_size=2, stage=3, device=CPU, precision="fp32", activations=activations, seq=32)
+
+    def sent(events: Sequence[Event]) -> list[tuple[str, str, str]]:
+        # Without the root, whose parameters the two models use at other places.
+        return [
+            (e.phase, e.kind, names.get(e.unit, e.unit)) for e in events if e.unit and e.kind in ("gather", "reduce")
+        ]
+
+    traced = run_ranks(follow, 2, models.GPT, 3, TIED | {"activations": activations}, timeout_s=TIMEOUT_S)
+    for rank, events in enumerate(traced):
+        assert sent(events) == sent(events_of(plan)), f"[rank {rank}/2]"
+
+
+@pytest.mark.product
 @pytest.mark.parametrize("stage", STAGES)
 def test_the_plan_is_the_trace_where_ranks_send_messages(stage: int) -> None:
     options = {"shared_memory": False}

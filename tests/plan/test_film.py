@@ -26,6 +26,7 @@ from zeroshard.table.wires import Messages, Native, Silence, Wire
 
 GPT = gpt("small", 4, 256, 8, vocabulary=512, sequence=128)
 LLAMA = Transformer(name="small", layers=4, hidden=256, heads=8, kv_heads=4, inner=512, vocabulary=512)
+TIED = dataclasses.replace(LLAMA, is_tied=True)
 FP32 = Formats(*["float32"] * 5)
 H100 = DEVICES["h100-80"]
 
@@ -174,13 +175,20 @@ def test_micro_batches_take_time_and_no_memory() -> None:
     assert one.peak[0] <= two.peak[0]
 
 
-def test_a_tied_embedding_is_gathered_once_a_pass_and_reduced_last() -> None:
-    film = make_film(job_of_shape(GPT, options()))
+@pytest.mark.parametrize(
+    ("model", "wte"), [(GPT, "transformer.wte"), (TIED, "model.embed_tokens")], ids=["gpt2", "llama"]
+)
+def test_a_tied_embedding_is_gathered_once_a_step_and_reduced_last(model: Transformer, wte: str) -> None:
+    film = make_film(job_of_shape(model, options()))
     ticks = [(one.kind, one.unit) for one in film.ticks]
-    assert ticks.count(("gather", "transformer.wte")) == 2
+    # A backward finds the unit of the head gathered, and ends with that of the embedding.
+    assert ticks.count(("gather", wte)) == ticks.count(("release", wte)) == 1
     reduced = [unit for kind, unit in ticks if kind == "reduce"]
-    assert reduced.count("transformer.wte") == 1
-    assert reduced.index("transformer.wte") > reduced.index("transformer.h.0")
+    assert reduced.count(wte) == 1 and reduced[-2:] == [wte, ""]
+    assert ticks.index(("release", wte)) > ticks.index(("reduce", wte))
+    # Its elements have memory from its gather to its release.
+    whole = [one.nbytes for one in film.events if one.what == "whole parameters" and one.unit == wte]
+    assert len(whole) == 2 and sum(whole) == 0
 
 
 def test_a_rank_alone_sends_nothing() -> None:

@@ -76,8 +76,8 @@ def mark(kind: MarkKind, unit: int) -> Entry:
 def script_of(calls: Sequence[Call], border_bytes: int = 0) -> Script:
     """Return the script of a model that uses units one after the other, inside the root.
 
-    A unit may be used several times. The first gradients in a backward are those outside units, and their reduction
-    is the last one.
+    A unit may be used several times: a backward leaves it once, at the first of its calls, which autograd reaches
+    last. The first gradients in a backward are those outside units, and their reduction is the last one.
 
     Args:
         border_bytes: of the output of a chunk of a pipe that is not the last: its gradient is a message, to which
@@ -105,9 +105,10 @@ def script_of(calls: Sequence[Call], border_bytes: int = 0) -> Script:
         given = own.get(handed[-1], place * STRIDE + handed[-1]) if handed else NOTHING
         if place == len(calls) - 1:
             backward.append((ROOT, Instruction("land", "")))
-        if first[call.unit] == place and call.unit != ROOT:
-            backward += [(call.unit, Instruction("land", "")), mark("land", call.unit)]
-        backward.append(mark("leave", call.unit))
+        if first[call.unit] == place:
+            if call.unit != ROOT:
+                backward += [(call.unit, Instruction("land", "")), mark("land", call.unit)]
+            backward.append(mark("leave", call.unit))
     # The gradient of the input of the first call stays: a place of a pipe sends it.
     backward.append((ROOT, Instruction("drop", "", loss)))
     backward = [*_kept(backward, len(calls) * STRIDE + 1)]
