@@ -15,6 +15,7 @@ from tests.rotation import third
 from zeroshard.describe.rows import row_of
 from zeroshard.plan.machine.presets import DEVICES
 from zeroshard.plan.named import PRECISIONS, specs_of
+from zeroshard.plan.shape.shapes import shape_of_config
 from zeroshard.plan.step.rank_job import Job
 from zeroshard.plan.step.simulate import make_film
 from zeroshard.plan.step.turns import KINDS
@@ -124,6 +125,38 @@ def test_a_plan_says_what_each_rank_owns() -> None:
     assert slices == pytest.approx(8 * (plan.parameters_numel - hidden) / 5, rel=0.01)
     assert sum(one.count for one in plan.ranks) == 5
     assert plan.reserved_bytes == max(one.reserved_bytes for one in plan.ranks)
+
+
+MIXED: dict[str, dict[str, Any]] = {
+    "Mixtral": {"num_local_experts": 4},
+    "Qwen3Moe": {"num_experts": 4, "moe_intermediate_size": 96},
+    "DeepseekV3": {"n_routed_experts": 4, "moe_intermediate_size": 96, "n_group": 2, "topk_group": 1}
+    | {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16}
+    | {"n_shared_experts": 1, "first_k_dense_replace": 0, "num_key_value_heads": 4},
+}
+
+
+@pytest.mark.parametrize("kind", MIXED)
+def test_experts_are_stacks_of_matrices_as_in_transformers(kind: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes |= {"vocab_size": 40, "num_key_value_heads": 2, "num_experts_per_tok": 2, "max_position_embeddings": 64}
+    config = getattr(transformers, f"{kind}Config")(**sizes | MIXED[kind])
+    with torch.device("meta"):
+        model = getattr(transformers, f"{kind}ForCausalLM")(config)
+    shape = shape_of_config(config.to_dict(), kind)
+    stacks = {
+        name.rpartition(".mlp.")[2]: tuple(parameter.shape)
+        for name, parameter in model.named_parameters()
+        if ".0.mlp.experts." in name
+    }
+    units = shape.block_parameters(0)
+    assert {n: shape.sides_of(n, numel) for n, numel in units if n.startswith("experts.")} == stacks
+    asked: dict[str, Any] = {"world_size": 4, "stage": 3, "seq": 16, "precision": "fp32", "optimizer": "muon"}
+    plan, traced = zs.plan(shape, **asked), zs.plan(model, **asked)
+    assert plan.parameters_numel == traced.parameters_numel
+    # One rank owns what all experts of a block have in one parameter.
+    assert max(plan.owned_bytes) == max(traced.owned_bytes) >= 4 * 4 * 2 * 96 * 64
 
 
 def test_all_ranks_wait_for_the_slowest_owner() -> None:

@@ -154,9 +154,8 @@ class Transformer:
         names += self._norm("norm_2")
         if self.has_experts(layer):
             names.append(("router.weight", self.experts * h))
-            names += [
-                (f"experts.{n}.{m}.weight", h * self.inner // tensor) for n in range(self.experts) for m in _GATED
-            ]
+            # As in Transformers: an owner of Muon or Adafactor updates a stack of all experts.
+            names += [(name, self.experts * n * h * self.inner // tensor) for name, n in _STACKS.items()]
             names += [(f"shared.{m}.weight", h * self.shared_inner // tensor) for m in _GATED if self.shared_inner]
         elif self.block == "gpt2":
             names += [("up.weight", h * self.inner // tensor), ("up.bias", self.inner // tensor)]
@@ -170,6 +169,9 @@ class Transformer:
         """Return the shape of a parameter by its name, up to the order of its sides."""
         if name.endswith(".bias") or "norm" in name or ".ln_" in name:
             return (numel,)
+        if name.endswith(tuple(_STACKS)):
+            side = self.hidden if name.endswith("gate_up_proj") else numel // (self.experts * self.hidden)
+            return self.experts, numel // (self.experts * side), side
         ranks = {"q_b": self.latent[0], "kv_b": self.latent[1]} if self.latent else {}
         side = ranks.get(name.removesuffix(".weight").rpartition(".")[2], self.hidden)
         return numel // side, side
@@ -201,6 +203,8 @@ class Transformer:
 
 
 _GATED: Final = ("gate", "up", "down")
+_STACKS: Final = MappingProxyType({"experts.gate_up_proj": 2, "experts.down_proj": 1})
+"""Parameters of all experts of a block, by how many matrices of an expert each has."""
 
 
 def gpt(name: str, layers: int, hidden: int, heads: int, vocabulary: int = 50257, sequence: int = 1024) -> Transformer:
