@@ -16,6 +16,7 @@ from zeroshard.plan.shape.tape import Instruction, Parts, coarse
 from zeroshard.plan.step.clock import Clock
 from zeroshard.plan.step.system import ZEROSHARD
 from zeroshard.plan.trying import candidate_of
+from zeroshard.report.plans import page_of_search
 from zeroshard.table.cells import Residency
 
 SMALL = {"device": "a100-40", "seq": 1024, "batches": (1, 4), "tensors": (1, 2), "pipes": (1,)}
@@ -249,3 +250,16 @@ def test_places_are_checked() -> None:
         zs.search("gpt2", offload="host", **ONE)
     with pytest.raises(ValueError, match="write 'host', or a folder"):
         zs.search("gpt2", offload=["disk"], **ONE)
+
+
+def test_a_page_of_several_numbers_of_ranks_shows_the_fastest_of_all() -> None:
+    found = zs.search(
+        "gpt2", world_size=[2, 8], device="h100-80", seq=256, batches=(1,), stages=(1,), pipes=(1,), offload=()
+    )
+    best = {ranks: plan for ranks, plan in found.best.items() if plan is not None}
+    assert best[2].tokens_per_s < best[8].tokens_per_s
+    page = page_of_search(found.to_json())
+    assert (
+        page["sources"][0]["results"][-1]["value"] == page["sources"][1]["results"][0]["value"] == best[8].tokens_per_s
+    )
+    assert page["sources"][1]["options"]["ranks"] == page["player"]["defaults"]["ranks"] == 8  # type: ignore[index]

@@ -226,7 +226,7 @@ def page_of_search(search: Mapping[str, Any]) -> PageData:
     start = PageData(version=VERSION, title=source["name"], sources=[source])
     if plans:
         # The best plan is a source of its own: its verdict and total are those of one configuration.
-        start = page_of_plan(plans[0])
+        start = page_of_plan(max(plans, key=lambda plan: plan["time"]["tokens_per_s"]))
         (best,) = start["sources"]
         best["name"] = f"the fastest that fits: {best['name']}"
         source |= {"hardware": best["hardware"], "model": best["model"]}
