@@ -15,6 +15,7 @@ from zeroshard.describe.exchanges import Foreseen
 from zeroshard.outer.mailbox_codec import Form
 from zeroshard.outer.places import Island
 from zeroshard.plan.machine.profiles import host_device
+from zeroshard.report.plans import page_of_plan
 from zeroshard.testing import run_ranks
 
 CASES: list[tuple[int, dict[str, Any]]] = [
@@ -95,6 +96,21 @@ def test_a_plan_has_the_anchors_and_the_changes_of_an_island_of_its_own(tmp_path
         assert plan.outer.sent_bytes == Form(bits, "<f4").nbytes(sum(p.numel() for p in build().parameters())) or stage
         assert "to the mailbox and takes 2 times as many" in str(plan)
         assert "staleness           4: beside an island of half its speed, this one waits for it after" in str(plan)
+
+
+def test_a_page_and_a_text_have_the_islands_of_a_plan() -> None:
+    """Islands are no ranks of a shard, send each step their part of an exchange, and save nothing beside the steps."""
+    copies, islands = (zs.plan("gpt2", world_size=8, mesh=2, seq=64, outer=o) for o in (None, zs.Outer(every=10)))
+    sent = []
+    for plan in (copies, islands):
+        page = page_of_plan(plan.to_json())
+        assert page["player"]["defaults"]["ranks"] == plan.asked.shard_ranks == 4  # type: ignore[index]
+        sent += [one["value"] for one in page["sources"][0]["results"] if one["what"] == "sent per rank and step"]
+    # The copies reduce over both each step what islands exchange every ten steps.
+    reduced = copies.film.sent_bytes["replicate all-reduce"]
+    assert sent[0] - reduced == sent[1] - islands.outer.sent_bytes // 10 == sum(islands.film.sent_bytes.values()) > 0
+    assert "asynchronous save" in str(copies) and copies.save_bytes > 0
+    assert "asynchronous save" not in str(islands) and islands.save_bytes == 0
 
 
 def test_islands_that_a_run_refuses_have_no_plan() -> None:

@@ -430,7 +430,8 @@ def _plan(
     files_bytes = film.elsewhere_bytes.get("file", 0) * options.node_processes
     return Plan(
         name, *numels, options, options.words(), tuple(ranks), live, film, first, flops,
-        sums.save_bytes_of(job), sums.host_bytes_of(options, film), files_bytes, outside_bytes_of(options),
+        sums.save_bytes_of(job) * (options.islands == 1), sums.host_bytes_of(options, film), files_bytes,
+        outside_bytes_of(options),
         (*notes, *sums.notes_of_run(options, compute_dtype, reserved_bytes, output_bytes)),
         tuple(unit.numel for unit in job.units), sums.element_bytes_of(job), activations, retries=retries,
         owned_bytes=tuple(owned_bytes(job.updates, options.shard_ranks)), moved=text_of(reached(job.units)),

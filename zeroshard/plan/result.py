@@ -78,7 +78,7 @@ class Plan:
         live: tensors live at the peak, largest first: (column, unit, description, bytes).
         film: a steady step of the first rank; `first` is its first step.
         flops_per_step: operations of all ranks: 6 per parameter and token, and causal attention; no recomputation.
-        save_bytes: host memory of a rank's asynchronous save.
+        save_bytes: host memory of a rank's asynchronous save; 0 with islands of one launch, which refuse one.
         host_bytes: host memory of the processes of a node, including offloaded state.
         file_bytes: disk space of a node.
         outside_bytes: device memory outside the allocator.
@@ -478,7 +478,7 @@ def _render(plan: Plan) -> str:
         "sent per rank       "
         + (", ".join(f"{kind} {size_text(nbytes)}" for kind, nbytes in film.sent_bytes.items()) or "nothing"),
         f"first step          peak {size_text(plan.first.peak[0])}, {seconds(plan.first.step_s)}",
-        f"asynchronous save   {size_text(plan.save_bytes)} of host memory per rank",
+        *[f"asynchronous save   {size_text(plan.save_bytes)} of host memory per rank"] * (plan.asked.islands == 1),
         *_offloaded(plan),
         *[f"allocator           {plan.retries}" for _ in plan.retries.by_step[:1]],
     ]

@@ -4,6 +4,7 @@ Owns the mapping of their fields to `schema.py`. It must not know torch or the p
 """
 
 import json
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -30,6 +31,8 @@ from zeroshard.report.schema import (
 __all__ = ["page_of_plan", "page_of_search", "read_sources"]
 
 _NAMES: Final = ("ranks", "row", "copies", "tensor", "pipe", "micro-batch", "activations")
+_AXES: Final = ("copies", "islands", "tensor", "pipe")
+"""Options that divide the ranks into groups, each of which is sharded over its ranks."""
 _STAGE: Final = "stage "
 _ALIGN: Final = 64
 _NAMED: Final = 2
@@ -141,12 +144,14 @@ def page_of_plan(plan: Mapping[str, Any]) -> PageData:
 def _source_of(plan: Mapping[str, Any]) -> Source:
     """Return what the overview shows of a plan."""
     options, memory, time = plan["options"], plan["memory"], plan["time"]
+    islands = plan.get("islands", {"sent_bytes": 0, "every": 1})  # 0.1.0 wrote none
+    sent_bytes = sum(plan["traffic"].values()) + islands["sent_bytes"] // islands["every"]
     program = f" with {options['system']}" if options.get("system", "zeroshard") != "zeroshard" else ""
     results = [
         ("speed of all ranks", time["tokens_per_s"], "tokens/s"),
         ("step", time["step_s"], "s"),
         ("of the device's peak (MFU)", 100 * time["mfu"], "%"),
-        ("sent per rank and step", sum(plan["traffic"].values()), "B"),
+        ("sent per rank and step", sent_bytes, "B"),
     ]
     return Source(
         kind="plan",
@@ -191,7 +196,7 @@ def _player(plan: Mapping[str, Any]) -> Player | None:
         p90_ratio=1 + plan["memory"]["error"]["nine_tenths"],
         defaults=Defaults(
             stage=int(row.removeprefix(_STAGE)),
-            ranks=options["ranks"] // options["tensor"] // options["copies"] // options["pipe"],
+            ranks=options["ranks"] // math.prod(options.get(axis, 1) for axis in _AXES),
             batch=options["micro-batch"],
             sequence=options["sequence"],
         ),
