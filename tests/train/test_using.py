@@ -208,6 +208,27 @@ def test_another_tokenizer_in_the_file_of_the_run_is_refused(tmp_path: Path) -> 
         pass
 
 
+def test_a_text_of_one_character_in_several_tokens_has_no_score(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokens, text = tmp_path / "tokens.json", tmp_path / "text.txt"
+    train_tokenizer([TEXT], 270, tokens)
+    settings = [
+        "model.depth=1", f"model.context={CONTEXT}", "train.steps=1", "train.eval_bytes=200", "run.sample_bytes=0",
+        "run.ranks=1", f"run.folder={tmp_path}", f"data.tokenizer={tokens}",
+    ]  # fmt: skip
+    train(load_config(overrides=settings), _Nobody())
+    text.write_text("\N{GRINNING FACE}")
+    arguments = ("evaluate", str(tmp_path / "default"), "--data", str(text))
+    for limit in ((), ("--bytes", "5")):
+        status, out, err = _main(monkeypatch, capsys, *arguments, *limit)
+        assert (status, out) == (2, "")
+        assert f"the first of 4 tokens of {str(text)!r} covers its one character of 4 bytes" in err
+        assert err.count("\n") == 1
+    text.write_text("\N{GRINNING FACE}a")
+    assert _main(monkeypatch, capsys, *arguments)[0] == 0
+
+
 def test_what_is_no_run_is_named(tmp_path: Path, folder: Path) -> None:
     with pytest.raises(ValueError, match=r"is not the folder of a run: it has no config\.toml"):
         check_run(tmp_path, 3)

@@ -184,6 +184,11 @@ def _score_text(loaded: Loaded, path: str, column: str, limit_bytes: int) -> Map
     tokens, ends, _ = tokenize((document.decode() for document in source.documents()), loaded.tokenizer)
     if tokens.numel() < 2:
         raise ValueError(f"--data: {path!r} has {tokens.numel()} tokens, and a score needs two at least")
+    if ends[0] == ends[-1]:
+        raise ValueError(
+            f"--data: the first of {tokens.numel()} tokens of {path!r} covers its one character of {ends[-1]} bytes, "
+            "and a score needs text after the first token; give a longer text"
+        )
     scored, scored_bytes = count_scored(ends, limit_bytes)
     batches = heldout_batches(
         tokens,
