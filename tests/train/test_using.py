@@ -163,6 +163,27 @@ def test_scores_are_told() -> None:
     assert "1.5000 bits per byte, perplexity 2.718, loss 1.0000 nats a token, on 10 tokens of 12 bytes" in text
     assert "50.0% right, 25.0% by probability a byte, of 4 questions" in text
     assert json.loads(describe_scores(scores, as_json=True)) == scores
+    diverged = scores | {"nats_per_token": math.nan, "perplexity": math.inf}
+    known = scores | {"nats_per_token": None, "perplexity": None}
+    assert json.loads(describe_scores(diverged, as_json=True), parse_constant=pytest.fail) == known
+
+
+def score_without_numbers(folder: str) -> tuple[str, dict[str, float]]:
+    """Return why a model of which a parameter is NaN has no accuracy, and its score of a text. Runs on a rank."""
+    root = Path(folder).parent
+    with load_run(Path(folder), stage=0) as loaded:
+        with torch.no_grad():
+            next(loaded.language.module.parameters()).fill_(math.nan)
+        with pytest.raises(ValueError, match="--choices") as told:
+            score(loaded, "", str(root / "questions.jsonl"), column="text")
+        return str(told.value), dict(score(loaded, str(root / "text.txt"), "", column="text"))
+
+
+def test_a_model_that_diverged_has_no_accuracy(folder: Path) -> None:
+    for told, scores in run_ranks(score_without_numbers, 2, str(folder)):
+        assert "the choices of 3 of 3 questions have probabilities of NaN, after step 30" in told
+        assert math.isnan(scores["nats_per_token"])
+        assert json.loads(describe_scores(scores, as_json=True), parse_constant=pytest.fail)["perplexity"] is None
 
 
 @pytest.mark.parametrize(

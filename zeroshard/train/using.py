@@ -166,7 +166,7 @@ def score(loaded: Loaded, data: str, choices: str, *, column: str, limit_bytes: 
         `accuracy`, `accuracy_by_byte` (of choices by their probability a byte) and `questions`.
 
     Raises:
-        ValueError: the text is too short, or a line is not a question.
+        ValueError: the text is too short, a line is not a question, or the model's score of a choice is not a number.
 
     Collective: forwards, and a mean of some numbers; every rank must call, with the same arguments.
     """
@@ -270,7 +270,7 @@ def _score_choices(loaded: Loaded, path: str) -> Mapping[str, Any]:
     """Return how often the right choice is the most probable one after its question."""
     questions, mesh = read_questions(path), loaded.mesh
     _check_lengths(loaded, path, questions)
-    right = torch.zeros(2, dtype=torch.float64, device=mesh.device)
+    counts = torch.zeros(3, dtype=torch.float64, device=mesh.device)
     most = max(len(one.choices) for one in questions)
     for first in range(0, len(questions), mesh.world_size):
         # Every rank makes as many forwards; what it makes twice does not count.
@@ -282,9 +282,16 @@ def _score_choices(loaded: Loaded, path: str) -> Mapping[str, Any]:
         best = min(range(len(nats)), key=nats.__getitem__)
         by_byte = min(range(len(nats)), key=lambda place: nats[place] / sizes[place])
         if mine < len(questions):
-            right += torch.tensor([best == one.answer, by_byte == one.answer]).to(right)
-    accuracy, accuracy_by_byte = (zs.mean_across_ranks(right) * mesh.world_size / len(questions)).tolist()
-    return {"accuracy": accuracy, "accuracy_by_byte": accuracy_by_byte, "questions": len(questions)}
+            found = [best == one.answer, by_byte == one.answer, any(map(math.isnan, nats))]
+            counts += torch.tensor(found).to(counts)
+    right, right_by_byte, without = (zs.mean_across_ranks(counts) * mesh.world_size).tolist()
+    if without:
+        raise ValueError(
+            f"--choices: {path!r}: the choices of {without:.0f} of {len(questions)} questions have probabilities of NaN, "
+            f"after step {loaded.step}; give a checkpoint of before the loss was NaN"
+        )
+    count = len(questions)
+    return {"accuracy": right / count, "accuracy_by_byte": right_by_byte / count, "questions": count}
 
 
 def _nats_of(loaded: Loaded, question: str, choice: str) -> float:
@@ -309,9 +316,9 @@ def _check_lengths(loaded: Loaded, path: str, questions: Sequence[Question]) -> 
 
 
 def describe_scores(scores: Mapping[str, Any], *, as_json: bool = False) -> str:
-    """Return the scores as text, or as JSON."""
+    """Return the scores as text, or as JSON, in which what is not finite is null."""
     if as_json:
-        return json.dumps(scores)
+        return json.dumps({name: value if math.isfinite(value) else None for name, value in scores.items()})
     lines = [f"after step {scores['step']}"]
     if "perplexity" in scores:
         lines.append(
