@@ -31,7 +31,7 @@ from zeroshard.core.states import Scope, Sum
 from zeroshard.core.undo import DETACHED
 from zeroshard.core.unit import Unit
 from zeroshard.describe.optimizers import check_entries, optimizers_of
-from zeroshard.loader import Stateful, restore, states_of
+from zeroshard.loader import Stateful, checked_position, states_of
 from zeroshard.misuse import HABIT, Loop, refuse_those
 from zeroshard.optim.admission import admit_groups, check_optimizers, needs_shapes
 from zeroshard.optim.keeps import kept_by
@@ -574,10 +574,10 @@ class Zero:
         path = path_of(path, f"{self.mesh} zero.load(path)")
         self._saver.wait("zero.load()")
         start = load if self._together is None else functools.partial(load_islands, islands=self._together)
-        loaded = start(self._engine, self._model, self._sharded, path, model_only=model_only, cast=cast)
+        check = functools.partial(checked_position, self.mesh.across, loader, path)
+        loaded = start(self._engine, self._model, self._sharded, path, model_only=model_only, cast=cast, check=check)
         if self._islands is not None:
             self._islands.loaded()
-        restore(self.mesh.across, loader, loaded.extra, path)
         return loaded
 
     def check_copies(self) -> None:

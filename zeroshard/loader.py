@@ -15,19 +15,19 @@ Note: exactly
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final, Generic, Protocol, TypeVar, final
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from zeroshard.checkpoint.generators import read_generators, write_generators
+from zeroshard.checkpoint.generators import check_states, read_generators, write_generators
 from zeroshard.checkpoint.values import decode, encode
 from zeroshard.join.start import accepted_by_all, texts_across_ranks
 from zeroshard.table.errors import CheckpointError
 from zeroshard.wire.mesh import Mesh
 
-__all__ = ["Resumable", "Stateful", "restore", "states_of"]
+__all__ = ["Resumable", "Stateful", "checked_position", "states_of"]
 
 _T = TypeVar("_T")
 LOADER: Final = "zeroshard.loader"
@@ -158,6 +158,18 @@ class Resumable(Generic[_T]):
             CheckpointError: the loader has other generators; or, inside an epoch, a position that its batch size or
                 number of workers cannot divide: batches without a size, an `IterableDataset` over several workers.
         """
+        position = self.divided(state_dict)
+        self.epoch, self._read = int(position["epoch"]), int(position["batches"])
+        self._start = _start_of(position)
+        self._own_starts, self._resumes = list(position.get("generators", self._own_states())), True
+        self._continues = bool(position.get("continues")) and self._stays
+
+    def divided(self, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return a position as this loader counts batches, without a change of the loader.
+
+        Raises:
+            CheckpointError: the loader cannot continue there, as in `load_state_dict`.
+        """
         here = self._own_states()
         own = state_dict.get("generators", here)
         if len(own) != len(here):
@@ -165,10 +177,14 @@ class Resumable(Generic[_T]):
                 f"The loader was saved with {len(own)} generator(s) of its own and its sampler's, and has {len(here)} "
                 "now: pass generator= as in the run that saved, or call zero.load() without loader=."
             )
-        self.epoch, self._read = int(state_dict["epoch"]), int(state_dict["batches"])
-        size, streams = now = self.loader.batch_size, self._streams
+        start, known = _start_of(state_dict), read_generators(_CPU)
+        try:
+            check_states({**known, **start}, known)
+        except (RuntimeError, ValueError) as error:
+            raise CheckpointError(f"The loader's state of a random generator is invalid ({error}).") from error
+        read, size, streams = int(state_dict["batches"]), self.loader.batch_size, self._streams
         before = state_dict.get("batch_size", size), state_dict.get("streams", streams)
-        if self._read and now != before:
+        if read and (size, streams) != before:
             if not size or not before[0] or max(streams, before[1]) > 1:
                 raise CheckpointError(
                     f"The loader was saved with batch_size={before[0]} in {before[1]} stream(s), and has "
@@ -176,11 +192,8 @@ class Resumable(Generic[_T]):
                     "its position in the epoch cannot be divided: use the values of before, save between epochs, or "
                     "call zero.load() without loader=."
                 )
-            self._read = self._read * before[0] // size
-        # Positions of earlier versions have torch's state alone.
-        self._start = {**state_dict.get("others", {}), "torch": state_dict["generator"]}
-        self._own_starts, self._resumes = list(own), True
-        self._continues = bool(state_dict.get("continues")) and self._stays
+            read = read * before[0] // size
+        return {**state_dict, "batches": read, "batch_size": size, "streams": streams}
 
     def _own_states(self) -> list[torch.Tensor]:
         return [one.get_state() for one in _generators(self.loader)]
@@ -194,8 +207,8 @@ class Resumable(Generic[_T]):
     def _stays(self) -> bool:
         return bool(getattr(self.loader, "persistent_workers", False))
 
-    def take_over(self, states: list[Mapping[str, Any]], ranks: int) -> None:
-        """Continue from the positions of another number of ranks.
+    def shared(self, states: list[Mapping[str, Any]], ranks: int) -> Mapping[str, Any]:
+        """Return the position of each rank, from those of another number of ranks.
 
         Args:
             states: of all ranks that saved.
@@ -217,7 +230,12 @@ class Resumable(Generic[_T]):
             )
         ((epoch, batches, batch_size),) = positions
         here = batches * batch_size * len(states) // (size * ranks)
-        self.load_state_dict({**states[0], "epoch": epoch, "batches": here, "batch_size": size})
+        return self.divided({**states[0], "epoch": epoch, "batches": here, "batch_size": size})
+
+
+def _start_of(position: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Return the states of generators when an epoch began; positions of earlier versions have torch's alone."""
+    return {**position.get("others", {}), "torch": position["generator"]}
 
 
 def _generators(loader: Any) -> list[torch.Generator]:
@@ -244,30 +262,32 @@ def states_of(mesh: Mesh, loader: Stateful, extra: Mapping[str, Any]) -> dict[st
     return {**extra, LOADER: [decode(json.loads(one), "loader") for one in texts_across_ranks(mesh, text)]}
 
 
-def restore(mesh: Mesh, loader: Stateful | None, extra: dict[str, Any], path: object) -> None:
-    """Take the states of loaders out of `extra`, and give this rank's to its loader.
+def checked_position(mesh: Mesh, loader: Stateful | None, path: object, extra: dict[str, Any]) -> Callable[[], None]:
+    """Take the states of loaders out of `extra`; return a function that gives this rank's to its loader.
 
     Raises:
         TypeError: the loader cannot load a state.
-        CheckpointError: the checkpoint has no position, or one of another number of ranks.
+        CheckpointError: the checkpoint has no position, or one at which the loader cannot continue.
     """
     states = extra.pop(LOADER, None)
     if loader is None:
-        return
+        return lambda: None
     refuse_stateless(loader, "load_state_dict")
     if not isinstance(states, list) or not states:
         raise CheckpointError(
             f"{path} was saved without loader=, so it has no position in the data; leave loader= out."
         )
-    if len(states) == mesh.world_size:
-        loader.load_state_dict(states[mesh.rank])
-    elif isinstance(loader, Resumable):
-        loader.take_over(states, mesh.world_size)
+    is_as_saved = len(states) == mesh.world_size
+    if isinstance(loader, Resumable):
+        position = loader.divided(states[mesh.rank]) if is_as_saved else loader.shared(states, mesh.world_size)
+    elif is_as_saved:
+        position = states[mesh.rank]
     else:
         raise CheckpointError(
             f"{path} has the positions of {len(states)} ranks in the data, and there are {mesh.world_size}: a "
             f"{type(loader).__name__} cannot be divided. Use as many ranks, or zero.load() without loader=."
         )
+    return lambda: loader.load_state_dict(position)
 
 
 def refuse_stateless(loader: object, method: str) -> None:

@@ -421,11 +421,74 @@ def test_what_has_no_position_is_refused(tmp_path: Path) -> None:
         zero.load(path, loader=zs.Resumable(DataLoader(DATA)))
 
 
+class Refusing:
+    """A position that one rank cannot load."""
+
+    def __init__(self, refuses: bool) -> None:
+        self.refuses = refuses
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        if self.refuses:
+            raise OSError("my data is gone")
+
+
+def load_refused(folder: str) -> list[tuple[str, bool]]:
+    """Load with loaders that one rank refuses; return each error, and whether anything has changed."""
+    mesh = zs.init(seed=1)
+    model = torch.nn.Linear(2, 1)
+    zero, whole = zs.shard(model), zs.Resumable(DataLoader(DATA, 2, shuffle=True))
+    next(iter(whole))
+    zero.save(f"{folder}/step-1")
+    zero.save(f"{folder}/step-2", loader=whole)
+    zero.save(f"{folder}/step-3", loader=Refusing(refuses=False))
+    with zero.gathered(writeback=True), torch.no_grad():
+        model.weight.fill_(3.0)
+    found = []
+    kinds = {
+        "step-1": zs.Resumable(DataLoader(DATA, 2)),
+        "step-2": zs.Resumable(LOADERS["its own generator"]() if mesh.rank else DataLoader(DATA, 2)),
+        "step-3": Refusing(refuses=mesh.rank == 1),
+    }
+    for name, loader in kinds.items():
+        torch.rand(3)
+        before = torch.get_rng_state()
+        with pytest.raises(zs.CheckpointError) as caught:
+            zero.load(f"{folder}/{name}", loader=loader)
+        with zero.gathered():
+            is_same = torch.equal(before, torch.get_rng_state()) and bool((model.weight == 3.0).all())
+        found.append((str(caught.value), not is_same))
+    return found
+
+
+def test_a_position_that_one_rank_refuses_changes_none(tmp_path: Path) -> None:
+    """All ranks raise the error of the one; only what another program's loader says is known when all is read."""
+    for (without, no), (generators, nor), (late, yes) in run_ranks(load_refused, 2, str(tmp_path)):
+        assert (no, nor, yes) == (False, False, True)
+        assert "saved without loader=" in without
+        assert "failed on rank 1: The loader was saved with 0 generator(s)" in generators
+        assert all("Nothing in memory was changed" in text for text in (without, generators))
+        assert "OSError: my data is gone" in late
+        assert "Memory is partly changed" in late
+
+
+def test_a_state_that_no_generator_has_is_refused() -> None:
+    """With such a state numpy would read beyond its words."""
+    loader = zs.Resumable(DataLoader(DATA, 2))
+    position = loader.state_dict()
+    position["others"]["numpy"][-16:-12] = 127
+    for others in (position["others"], {"numpy": torch.ones(3)}, {"other": torch.ones(3)}, {"python": None}):
+        with pytest.raises(zs.CheckpointError, match="state of a random generator is invalid"):
+            loader.load_state_dict({**position, "others": others})
+
+
 @pytest.mark.parametrize(("saved", "now", "here"), [(1, 2, 3), (2, 4, 3), (4, 2, 12), (3, 1, 18)])
 def test_other_ranks_share_what_all_have_read(saved: int, now: int, here: int) -> None:
     states = [{"epoch": 2, "batches": 6, "batch_size": 2, "generator": torch.get_rng_state()}] * saved
     loader = zs.Resumable(DataLoader(DATA, batch_size=2, sampler=DistributedSampler(DATA, now, 0)))
-    loader.take_over(states, now)
+    loader.load_state_dict(loader.shared(states, now))
     assert (loader.epoch, loader.state_dict()["batches"]) == (2, here)
 
 

@@ -17,7 +17,7 @@ from zeroshard.checkpoint.values import tensor_of
 from zeroshard.table.errors import CheckpointError
 from zeroshard.wire.mesh import Mesh
 
-__all__ = ["SHARED", "check_generators", "read_generators", "saved_generators", "write_generators"]
+__all__ = ["SHARED", "check_generators", "check_states", "read_generators", "saved_generators", "write_generators"]
 
 Tensor = torch.Tensor
 
@@ -62,7 +62,7 @@ def check_generators(mesh: Mesh, reader: CheckpointReader) -> None:
                 f"{reader.path}: the state of the random generator '{name}' of rank {rank} is missing or invalid."
             )
     try:
-        _check(saved_generators(mesh, reader))
+        check_states(saved_generators(mesh, reader), read_generators(mesh.device))
     except (RuntimeError, ValueError) as error:
         raise CheckpointError(
             f"{reader.path}: the state of a random generator of rank {rank} is invalid ({error})."
@@ -84,8 +84,16 @@ def _source(mesh: Mesh, name: str) -> int:
     return ranks_here(mesh)[mesh.tensor_ranks[0] if name in SHARED else mesh.rank]
 
 
-def _check(states: dict[str, Tensor]) -> None:
-    """Raise ValueError, or the generator's own error, for invalid states."""
+def check_states(states: dict[str, Tensor], known: dict[str, Tensor]) -> None:
+    """Raise ValueError, or the generator's own error, for invalid states.
+
+    Args:
+        known: what `read_generators` returns.
+    """
+    for name, state in states.items():
+        is_known = name in known and isinstance(state, Tensor) and state.dtype == torch.uint8
+        if not is_known or state.shape != known[name].shape:
+            raise ValueError(f"'{name}' is of no generator, or has another size")
     torch.Generator().set_state(states["torch"])
     # Numpy looks at nothing and torch not at both together; they would read beyond their words.
     _, left, _, place = _TORCH.unpack_from(states["torch"].numpy().tobytes())

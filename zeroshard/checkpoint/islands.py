@@ -30,7 +30,7 @@ from zeroshard.checkpoint.cuts import cut_of, ranks_here
 from zeroshard.checkpoint.folders import is_tensor_folder
 from zeroshard.checkpoint.generators import read_generators, write_generators
 from zeroshard.checkpoint.inventory import Item, held_range, order_of
-from zeroshard.checkpoint.load import MIXED, UNCHANGED, Loaded, load, read_part
+from zeroshard.checkpoint.load import MIXED, UNCHANGED, Check, Loaded, load, read_part
 from zeroshard.checkpoint.manifest import ISLANDS, LATEST, PARTS
 from zeroshard.checkpoint.ranges import Spec
 from zeroshard.checkpoint.reader import CheckpointReader, read_manifest
@@ -342,6 +342,7 @@ def load_islands(
     islands: Islands,
     model_only: bool,
     cast: bool,
+    check: Check,
 ) -> Loaded:
     """Load a checkpoint on all islands. See `Zero.load`. Collective: every rank of all islands must call."""
     source, what = Path(path), f"zero.load() of {path}"
@@ -352,7 +353,7 @@ def load_islands(
         with together(engine, f"{what}: comparing the parts of islands", UNCHANGED):
             folder, generators = _folder_of(islands, source, model_only=model_only)
         also = partial(_reading, engine, islands, what, phase)
-        loaded = load(engine, model, optimizers, folder, model_only=model_only, cast=cast, also=also)
+        loaded = load(engine, model, optimizers, folder, model_only=model_only, cast=cast, check=check, also=also)
         if generators is not None:
             write_generators(generators, islands.device)
     return loaded

@@ -51,11 +51,12 @@ from zeroshard.whole.owned import like_parameter
 from zeroshard.wire.comm import unexpanded
 from zeroshard.wire.mesh import Mesh
 
-__all__ = ["Content", "Loaded", "MIXED", "UNCHANGED", "load", "read_content", "read_part", "to_rows"]
+__all__ = ["Check", "Content", "Loaded", "MIXED", "UNCHANGED", "load", "read_content", "read_part", "to_rows"]
 
 Tensor = torch.Tensor
 Specs = Mapping[str, Spec]
 Fill = Callable[[str, int, memoryview], None]
+Check = Callable[[dict[str, Any]], Callable[[], None]]
 Also = Callable[[CheckpointReader | None], AbstractContextManager[Any]]
 
 UNCHANGED = "Nothing in memory was changed."
@@ -101,11 +102,14 @@ def load(
     *,
     model_only: bool = False,
     cast: bool = False,
+    check: Check = lambda extra: lambda: None,
     also: Also = nullcontext,
 ) -> Loaded:
     """Read a checkpoint into a sharded model. See `Zero.load`.
 
     Args:
+        check: looks at `extra` before anything changes, and takes from it what is not the program's; called at the end
+            is what it returns.
         also: surrounds the reading, with the checkpoint; None instead of a checkpoint if only the model is loaded.
     """
     source, what = Path(path), "zero.load()"
@@ -126,6 +130,7 @@ def load(
             _check_optimizers(whole.optimizers, rest.optimizers, str(source / EXTRA))
             _check_states(optimizers, whole, rest)
             check_generators(engine.mesh, rest.reader)
+        finish = check({} if content is None else content.extra)
     message = f"ranks read different checkpoints at {source}. Is the folder shared by all hosts? {UNCHANGED}"
     agree_equal(engine, f"{what}: comparing manifests", reader.digest, message)
     with together(engine, f"{what}: verifying {source}", UNCHANGED):
@@ -143,6 +148,7 @@ def load(
         if rest is not None:
             _copy_states(optimizers, rest, engine.mesh, there if cast else {})
             _restore(engine, rest)
+        finish()
     follow_masters(engine)
     return Loaded(0, {}) if content is None else Loaded(content.reader.manifest.step, content.extra)
 
