@@ -188,6 +188,32 @@ def test_states_under_numbers_are_refused(tmp_path: Path) -> None:
     verify(tmp_path / "b")
 
 
+@pytest.mark.parametrize("kind", [torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adam])
+def test_an_optimizer_is_recognized_or_asked_for(kind: type[torch.optim.Optimizer], tmp_path: Path) -> None:
+    """NAdam and RAdam have an option that tells Adam from AdamW, and were taken for Adam."""
+    seed(3)
+    model = Net()
+    optimizer = kind(model.parameters(), lr=0.05)
+    train(model, optimizer, range(BEFORE))
+    states, optim = get_state_dict(model, optimizer)
+    dcp.save({"model": states, "optim": optim}, checkpoint_id=tmp_path / "a", no_dist=True)
+    seed(4)
+    other = Net()
+    again = kind(other.parameters(), lr=0.05)
+    zero = zs.shard(other, again)
+    named = None
+    if kind is not torch.optim.Adam:
+        named = kind.__name__
+        with pytest.raises(zs.CheckpointError, match=r"of which class its optimizer is\. Give it with --optimizer"):
+            import_checkpoint(tmp_path / "a", tmp_path / "b")
+        taken = import_checkpoint(tmp_path / "a", tmp_path / "b", optimizer="Adam")
+        with pytest.raises(zs.CheckpointError, match=r"\['Adam'\] .* here\. If an import .* with --optimizer CLASS"):
+            zero.load(taken)
+    zero.load(import_checkpoint(tmp_path / "a", tmp_path / "c", optimizer=named))
+    steps = range(BEFORE, BEFORE + AFTER)
+    assert train(other, again, steps) == train(model, optimizer, steps)
+
+
 class Extra(nn.Linear):
     """Has extra state: a tensor alone, or one in a mapping."""
 

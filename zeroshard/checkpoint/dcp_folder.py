@@ -156,10 +156,10 @@ def _groups_in_lists(options: Mapping[tuple[Any, ...], Any], path: Path) -> list
 
 def _class_of(groups: list[dict[str, Any]], path: Path) -> str:
     """Return the class that writes such groups; such folders do not name it."""
-    keys = groups[0]["options"].keys() if groups else ()
-    if "decoupled_weight_decay" in keys:
+    keys = groups[0]["options"].keys() if groups else {}.keys()
+    if {"decoupled_weight_decay", "amsgrad"} <= keys:  # NAdam and RAdam have the first one, too
         return "AdamW" if groups[0]["options"]["decoupled_weight_decay"] else "Adam"
-    if {"momentum", "dampening", "nesterov"} <= set(keys):
+    if {"momentum", "dampening", "nesterov"} <= keys:
         return "SGD"
     raise CheckpointError(f"{path}: does not say of which class its optimizer is. Give it with --optimizer.")
 

@@ -127,7 +127,7 @@ def load(
         rest, saved = None if model_only else content, None if content is None else content.extra.pop(MODULES, None)
         states = check_modules(saved, whole.modules, source)
         if rest is not None:
-            _check_optimizers(whole.optimizers, rest.optimizers, str(source / EXTRA))
+            _check_optimizers(whole.optimizers, rest)
             _check_states(optimizers, whole, rest)
             check_generators(engine.mesh, rest.reader)
         finish = check({} if content is None else content.extra)
@@ -298,11 +298,14 @@ def to_rows(values: Tensor, spec: Spec) -> Tensor:
 # -- optimizers -------------------------------------------------------------------------------------------------------
 
 
-def _check_optimizers(here: list[dict[str, Any]], there: list[dict[str, Any]], where: str) -> None:
+def _check_optimizers(here: list[dict[str, Any]], content: Content) -> None:
     """Raise unless optimizers are of the same classes, with the same parameters in the same groups."""
+    there, where = content.optimizers, str(content.reader.path / EXTRA)
     mine, theirs = [one["class"] for one in here], [one["class"] for one in there]
     remedy = "Build the same optimizers, or load with model_only=True."
     if mine != theirs:
+        if content.reader.aliases is None:
+            remedy = f"If an import took one for another, import again with --optimizer CLASS. {remedy}"
         raise CheckpointError(
             f"{where}: the optimizers are {shown(theirs)} in the checkpoint and {mine} here. {remedy}"
         )
