@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 from torch import nn
 
 import zeroshard as zs
@@ -148,6 +149,58 @@ def others() -> dict[str, tuple[small.Small, str]]:
         ),
         "ties": (sharded(tied, torch.optim.AdamW(tied.parameters())), "is tied to 'bias' in only one of them"),
     }
+
+
+MATRICES: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
+    "zs.optim": lambda p: zs.optim.Adafactor(p, lr=0.02),
+    "torch": lambda p: torch.optim.Adafactor(p, lr=0.02),
+    "transformers": lambda p: transformers.optimization.Adafactor(
+        p, lr=0.02, relative_step=False, scale_parameter=False
+    ),
+}
+
+
+@pytest.mark.parametrize("saved", MATRICES)
+def test_another_class_of_the_same_name_is_refused(saved: str, tmp_path: Path) -> None:
+    """What torch and zeroshard call Adafactor is one optimizer; that of Transformers has other states."""
+
+    def trained(kind: str) -> tuple[zs.Zero, Callable[[], list[float]]]:
+        model = nn.Linear(6, 4, bias=False)
+        with torch.no_grad():
+            model.weight.copy_(torch.arange(24.0).view(4, 6) / 24)
+        optimizer = MATRICES[kind](list(model.parameters()))
+
+        def step() -> list[float]:
+            model(torch.ones(2, 6)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return model.weight.flatten().tolist()
+
+        return zs.shard(model, optimizer, stage=0), step
+
+    zero, step = trained(saved)
+    step()
+    path = zero.save(tmp_path / "step-1")
+    expected = step()
+    for kind in MATRICES:
+        other, go_on = trained(kind)
+        if (kind == "transformers") == (saved == "transformers"):
+            other.load(path)
+            assert go_on() == expected
+        else:
+            found = error_of(partial(other.load, path))
+            assert "optimizer 0 is another Adafactor than here: its options have '" in found
+            assert "Nothing in memory was changed" in found
+
+
+def test_options_of_a_scheduler_and_of_a_newer_version_are_no_other_class(tmp_path: Path) -> None:
+    trainer, other = small.Small(), small.Small()
+    torch.optim.lr_scheduler.OneCycleLR(trainer.optimizer, max_lr=0.5, total_steps=9)
+    (group,) = trainer.optimizer.param_groups
+    del group["decoupled_weight_decay"]  # as torch had it before
+    assert {"initial_lr", "max_lr", "base_momentum"} <= group.keys()
+    other.zero.load(trainer.zero.save(tmp_path / "step-1"))
+    assert other.optimizer.param_groups[0]["max_lr"] == 0.5
 
 
 @pytest.mark.parametrize("what", ["optimizer", "parameter", "shape", "groups", "dtype", "ties"])

@@ -63,6 +63,8 @@ UNCHANGED = "Nothing in memory was changed."
 MIXED = "Memory is partly changed now: load a checkpoint before going on, or end the run."
 HOW = frozenset(["capturable", "differentiable", "foreach", "fused"])
 """Options that do not change the result of an update: the running program's values stay."""
+OF_SCHEDULERS = frozenset(["base_momentum", "initial_lr", "max_lr", "max_momentum", "min_lr", "swa_lr"])
+"""Options that torch's schedulers add to groups, before a load or after it."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +129,7 @@ def load(
         rest, saved = None if model_only else content, None if content is None else content.extra.pop(MODULES, None)
         states = check_modules(saved, whole.modules, source)
         if rest is not None:
-            _check_optimizers(whole.optimizers, rest)
+            _check_optimizers(optimizers, whole.optimizers, rest)
             _check_states(optimizers, whole, rest)
             check_generators(engine.mesh, rest.reader)
         finish = check({} if content is None else content.extra)
@@ -298,7 +300,7 @@ def to_rows(values: Tensor, spec: Spec) -> Tensor:
 # -- optimizers -------------------------------------------------------------------------------------------------------
 
 
-def _check_optimizers(here: list[dict[str, Any]], content: Content) -> None:
+def _check_optimizers(optimizers: Sequence[ShardedOptimizer], here: list[dict[str, Any]], content: Content) -> None:
     """Raise unless optimizers are of the same classes, with the same parameters in the same groups."""
     there, where = content.optimizers, str(content.reader.path / EXTRA)
     mine, theirs = [one["class"] for one in here], [one["class"] for one in there]
@@ -319,6 +321,14 @@ def _check_optimizers(here: list[dict[str, Any]], content: Content) -> None:
             )
             raise CheckpointError(f"{where}: {which} of optimizer {number} holds other parameters. {remedy}")
         for group, other_group in zip(one["groups"], other["groups"], strict=True):
+            # Versions of a class add options; another class of its name lacks some and has others.
+            lacks = optimizers[number].optimizer.defaults.keys() - HOW - other_group["options"].keys()
+            strange = other_group["options"].keys() - HOW - OF_SCHEDULERS - group["options"].keys()
+            if lacks and strange:
+                raise CheckpointError(
+                    f"{where}: optimizer {number} is another {one['class']} than here: its options have "
+                    f"{shown(min(strange, key=str))}, and not '{min(lacks)}'. {remedy}"
+                )
             for key in group["options"].keys() & other_group["options"].keys():
                 mine_value, value = group["options"][key], other_group["options"][key]
                 if not _is_alike(mine_value, value):
