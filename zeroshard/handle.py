@@ -561,7 +561,7 @@ class Zero:
 
         Raises:
             CheckpointError: on every rank; the text names the file, and says whether memory is unchanged.
-            RuntimeError: called inside a pass or `gathered()`.
+            RuntimeError: called inside a pass, `gathered()` or `swapped()`.
             TypeError: `path` is no path; `zs.latest` returns None where there is no checkpoint.
 
         Collective: all-reduces of a few bytes, and an all-gather of parameters at stages 1 and 2; every rank must call.
@@ -572,6 +572,11 @@ class Zero:
                 "beginning then: `if (path := zs.latest(folder)) is not None: zero.load(path)`."
             )
         path = path_of(path, f"{self.mesh} zero.load(path)")
+        if any(one.is_swapped for one in self._averages):
+            raise RuntimeError(
+                f"{self.mesh} zero.load() inside swapped() of an average, where the values would become those of the "
+                "average: leave the context first."
+            )
         self._saver.wait("zero.load()")
         start = load if self._together is None else functools.partial(load_islands, islands=self._together)
         check = functools.partial(checked_position, self.mesh.across, loader, path)

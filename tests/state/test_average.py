@@ -1,6 +1,7 @@
 """An average over sharded masters equals torch's own on one process, and the parameters are as before afterwards."""
 
 import contextlib
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -164,6 +165,25 @@ def test_a_step_inside_is_an_error() -> None:
         run_ranks(change_inside, 2, timeout_s=TIMEOUT_S)
     for error in caught.value.errors.values():
         assert "changed inside swapped()" in error.message
+
+
+@pytest.mark.parametrize("model_only", [False, True])
+def test_a_load_inside_is_refused_before_it_reads(model_only: bool, tmp_path: Path) -> None:
+    model = models.build(models.Stack)
+    zero = zs.shard(model, optimizer := models.adamw(model), stage=3)
+    average = zero.ema(DECAY)
+    models.stack_loss(model, 0, 0).backward()
+    optimizer.step()
+    average.update()
+    path = zero.save(tmp_path / "step-1")
+    with average.swapped():
+        with zero.gathered():
+            expected = {name: p.detach().clone() for name, p in model.named_parameters()}
+        with pytest.raises(RuntimeError, match=r"zero\.load\(\) inside swapped\(\) of an average.*leave the context"):
+            zero.load(path, model_only=model_only)
+        with zero.gathered():
+            assert_same(expected, {name: p.detach().clone() for name, p in model.named_parameters()})
+    zero.load(path, model_only=model_only)
 
 
 def test_what_is_out_of_place_is_refused() -> None:
