@@ -225,8 +225,10 @@ class Zero:
         Args:
             writeback: on exit, broadcast parameters and buffers (and states) of rank 0, with a pipe of the first rank
                 of each place, to all ranks. Without it, a change in place is an error. After an exception inside the
-                context, nothing is written back. Islands write at the start, after `finish()` or at an exchange of the
-                whole model, all of them: the first one's parameters and buffers.
+                context, nothing is written back; parameters that are whole on each rank (stages 0 to 2) and were
+                changed before it are refused by evaluation, and by steps, saves, loads and `gathered()`, until another
+                `gathered(writeback=True)` has written them. Islands write at the start, after `finish()` or at an
+                exchange of the whole model, all of them: the first one's parameters and buffers.
             states: also gather optimizer states, for `state_dict` and `load_state_dict` of the optimizers.
             whole: also gather what is split over an axis "tensor": every rank has the whole model in memory. Without
                 such an axis, values are whole anyway.

@@ -93,6 +93,7 @@ ADDED = {
     "a value of an offload that is given twice": 3,
     "tied parameters of a pipe are compared, votes along the axis tensor": 4,
     "groups that were removed are added again, and groups that change under gathered()": 17,
+    "changes under gathered() that an exception has ended are refused": 33,
     "parameters are no keys of an optimizer's states outside gathered()": 45,
 }
 """Lines of the engine that features have added since the budgets were set."""

@@ -12,8 +12,9 @@ from torch.nn.utils import parametrizations
 
 import zeroshard as zs
 from tests import models
+from tests.errors import raised
 from tests.models import WIDTH
-from tests.oracle import STAGES, TIMEOUT_S, WATCHDOG_S, Run, assert_matches
+from tests.oracle import STAGES, TIMEOUT_S, WATCHDOG_S, Run, assert_matches, run_cases
 from zeroshard.testing import run_ranks
 
 CODES = 6
@@ -261,3 +262,76 @@ def change(model: nn.Module) -> None:
 def test_a_change_between_steps_is_not_undone(precision: str) -> None:
     for seen in run_ranks(between_steps, 2, precision, timeout_s=TIMEOUT_S):
         assert not [where for where, is_kept in seen if not is_kept]
+
+
+def ended_by_an_exception(stage: int, who: str, writeback: bool) -> dict[str, Any]:
+    """Change parameters in a context that an exception ends; then evaluate, train, and write them again."""
+    model = models.build(models.Stack)
+    optimizer = models.adamw(model)
+    zero = zs.shard(model, optimizer, stage=stage, settings=zs.Settings(watchdog_s=WATCHDOG_S))
+    rank, seen = dist.get_rank(), dict[str, Any]()
+
+    def train(step: int) -> None:
+        models.stack_loss(model, step, rank).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def evaluate() -> None:
+        with torch.no_grad():
+            models.stack_loss(model, 5, rank)
+
+    train(0)
+    with zero.gathered():
+        before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    with pytest.raises(KeyError), zero.gathered(writeback=writeback, states=True), torch.no_grad():
+        if who == "all" or who == str(rank):
+            model.head.weight.mul_(3.0)
+            model.stem.bias.data.fill_(0.5)
+            optimizer.state[model.head.weight]["exp_avg"].fill_(7.0)
+        raise KeyError("a file without a head")
+    seen["evaluation"] = raised(evaluate)
+    seen["step"] = raised(lambda: train(1))
+    seen["gathered"] = raised(lambda: zero.gathered(states=True).__enter__()) if seen["step"][:7] == "Runtime" else ""
+    optimizer.zero_grad()
+    if seen["gathered"]:
+        with zero.gathered(writeback=True):
+            model.load_state_dict(before)
+        train(1)
+        evaluate()
+    with zero.gathered(states=True):
+        seen["state"] = optimizer.state[model.head.weight]["exp_avg"].abs().max().item()
+        seen["weight"] = model.head.weight.detach().clone()
+    return seen
+
+
+def without_an_exception() -> Tensor:
+    """Return the head after two steps of `ended_by_an_exception`, in one process."""
+    model = models.build(models.Stack)
+    optimizer = models.adamw(model)
+    for step in range(2):
+        for rank in range(2):
+            (models.stack_loss(model, step, rank) / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.head.weight.detach()
+
+
+@pytest.mark.product
+@pytest.mark.parametrize("stage", STAGES)
+def test_an_exception_under_gathered_keeps_no_change(stage: int) -> None:
+    cases = [(stage, who, writeback) for who in ("all", "0", "none") for writeback in (True, False)]
+    for (_, who, _), by_rank in run_cases(ended_by_an_exception, 2, cases, timeout_s=TIMEOUT_S).items():
+        for rank, seen in enumerate(by_rank):
+            assert seen["state"] < 1.0
+            torch.testing.assert_close(seen["weight"], without_an_exception())
+            if stage == 3 or who == "none":
+                assert seen["evaluation"] == seen["step"] == "nothing was raised"
+                continue
+            for text in (seen["step"], seen["gathered"]):
+                assert text.startswith(f"RuntimeError: [rank {rank}/2] Parameters were changed\n")
+                assert "rank 0: under gathered(), which an exception ended: stem.bias, head.weight" in text
+                assert "Enter `with zero.gathered(writeback=True):` again" in text
+            if who == "0" and rank == 1:
+                assert seen["evaluation"] == "nothing was raised"
+            else:
+                assert "2 parameter(s), 'stem.bias' first, were changed" in seen["evaluation"]

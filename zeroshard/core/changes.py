@@ -10,11 +10,15 @@ Note: the life of a change
     3. At the end of the pass, or at the next step for parameters that stay whole, ranks compare checksums
        (`Order.settle`). If all ranks made the same change, it is kept in shards and master weights. Otherwise every
        rank raises.
+Note: what an exception leaves
+    Code under `gathered()` may fail when it has changed some parameters. Sharded ones have their shards still. Those
+    that stay whole have no other values, and ranks may not exchange any after an exception, so they are torn: each
+    `Order.settle` raises on every rank, until `gathered(writeback=True)` has written them.
 """
 
 import zlib
 from collections.abc import Iterable, Sequence
-from typing import final
+from typing import Final, final
 
 import torch
 
@@ -22,9 +26,16 @@ from zeroshard.table.errors import RankMismatchError
 from zeroshard.torch_private import version_of
 from zeroshard.wire.comm import Comm
 
-__all__ = ["Changes", "check_equal", "checksum_of"]
+__all__ = ["REMEDY", "Changes", "check_equal", "checksum_of"]
 
 Tensor = torch.Tensor
+TORN: Final = "under gathered(), which an exception ended: "
+REMEDY: Final = (
+    "Sharded parameters and states are as before it; parameters that are whole on each rank have the changed values. "
+    "Enter `with zero.gathered(writeback=True):` again, on every rank, which keeps the values that rank 0 writes to "
+    "all of them, or has; zero.load(path) works after it."
+)
+"""What holds after such an exception, and what to do."""
 
 
 @final
@@ -44,12 +55,15 @@ class Changes:
         """All values of the bucket after the change; None without a change."""
         self.names: list[str] = []
         """The changed parameters."""
+        self.torn: list[str] = []
+        """Those of them that code under `gathered()` had changed when it failed."""
 
     def data_of(self, index: int, data: Tensor) -> Tensor:
         """Return the tensor for `.data` of a parameter; it has its own version, as in torch, which is recorded here."""
         return self._aliases.setdefault(index, data).detach()
 
-    def _versions(self) -> list[int]:
+    def versions(self) -> list[int]:
+        """Return a number for each parameter, which each change in place increments."""
         versions = list(map(version_of, self._parameters))
         for index, alias in self._aliases.items():
             versions[index] += version_of(alias)
@@ -57,11 +71,11 @@ class Changes:
 
     def has_any(self) -> bool:
         """Return whether there is a change that ranks have not agreed on."""
-        return self.values is not None or self._versions() != self._seen
+        return self.values is not None or self.versions() != self._seen
 
     def note(self) -> None:
         """Save changed values; call this while `full` has its values."""
-        if (versions := self._versions()) != self._seen:
+        if (versions := self.versions()) != self._seen:
             now = zip(self._names, versions, self._seen, strict=True)
             self.names += [name for name, new, old in now if new != old and name not in self.names]
             self._seen, self.values = versions, self._full if self._is_whole else self._full.clone()
@@ -73,12 +87,18 @@ class Changes:
 
     def clear(self) -> None:
         """Clear a change that ranks kept or rejected."""
-        self.values, self.names = None, []
+        self.values, self.names, self.torn = None, [], []
+
+    def tear(self, before: Sequence[int]) -> bool:
+        """Mark what has changed since `versions` returned `before` as torn; return whether anything has."""
+        now = zip(self._names, self.versions(), before, strict=True)
+        self.torn += [name for name, new, old in now if new != old and name not in self.torn]
+        return bool(self.torn)
 
     def accept(self) -> None:
         """Mark the present values as agreed on."""
         self.clear()
-        self._seen = self._versions()
+        self._seen = self.versions()
 
     def count_update(self) -> None:
         """Count an update of parameters that stay whole in the versions that autograd checks."""
@@ -91,22 +111,30 @@ def checksum_of(changes: Iterable[Changes]) -> int:
     crc = 0
     for one in changes:
         if one.values is not None:
-            crc = zlib.crc32(" ".join(one.names).encode(), crc)
+            crc = zlib.crc32(" ".join([*one.names, TORN, *one.torn]).encode(), crc)
             crc = max(1, zlib.crc32(one.values.view(torch.uint8).cpu().numpy().data, crc))
     return crc
 
 
 def check_equal(changes: Sequence[Changes], comm: Comm, what: str) -> None:
-    """Raise unless ranks that hold the same tensors made the same changes. Collective: every rank must call.
+    """Raise unless ranks that hold the same tensors made the same changes, of which none is torn.
 
     Raises:
-        RankMismatchError: changes differ; the error names the parameters that each rank changed.
+        RuntimeError: changes are torn; the error names the parameters that each rank changed.
+        RankMismatchError: changes differ.
+
+    Collective: every rank must call.
     """
+    torn = [name for change in changes for name in change.torn]
     rows = comm.collect(torch.tensor([checksum_of(changes)], device=comm.mesh.device), what)
-    if comm.agree([int(len(set(rows[list(comm.mesh.data_ranks), 0].tolist())) == 1)], what)[0]:
+    if comm.agree([int(not torn and len(set(rows[list(comm.mesh.data_ranks), 0].tolist())) == 1)], what)[0]:
         return
-    names = comm.texts(", ".join(name for change in changes for name in change.names), what)
-    raise RankMismatchError(f"{comm.mesh} {_describe(comm.mesh.lines([name or '(nothing)' for name in names]))}")
+    mine = TORN * bool(torn) + ", ".join(torn or [name for change in changes for name in change.names])
+    names = comm.texts(mine, what)
+    lines = comm.mesh.lines([name or "(nothing)" for name in names])
+    if any(name.startswith(TORN) for name in names):
+        raise RuntimeError(f"{comm.mesh} Parameters were changed\n{lines}\n{REMEDY}")
+    raise RankMismatchError(f"{comm.mesh} {_describe(lines)}")
 
 
 def _describe(lines: str) -> str:

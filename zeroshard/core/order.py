@@ -41,7 +41,6 @@ from zeroshard.core.passes import Pass, Phase
 from zeroshard.core.states import Scope
 from zeroshard.core.unit import Reduction, Unit, advanced
 from zeroshard.core.votes import Ask, Told, Votes
-from zeroshard.table.errors import RankMismatchError
 from zeroshard.table.schedule import WINDOW, Action, Record, Schedule
 from zeroshard.table.sizes import size_text
 from zeroshard.table.spec import Staying
@@ -376,10 +375,10 @@ class Order:
         if not greatest:
             return
         what = f"the parameters that were changed in place before {place}"
-        if least != greatest:
+        if least != greatest or any(one.torn for one in self._changes):
             try:
                 check_equal(self._changes, self._comm, what)
-            except RankMismatchError:
+            except RuntimeError:
                 for unit in self._units:
                     unit.drop_changes()
                 raise

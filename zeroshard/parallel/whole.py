@@ -83,7 +83,8 @@ def with_whole_values(
             replaced = [one for one in parameters if one.where.get(one.key) is not one.plain]
             with torch.no_grad():
                 for one in (*parameters, *held) if not writeback else parameters:
-                    _take_back(one, engine, writeback=writeback and has_finished and not replaced)
+                    is_fine = has_finished and not replaced
+                    _take_back(one, engine, writeback=is_fine and writeback, tells=is_fine and not writeback)
                 if writeback and has_finished and not replaced and states:
                     _split_states(engine, [state for one in optimizers for state in one.state.items()])
         if replaced:
@@ -123,8 +124,12 @@ def _whole(tensor: DTensor) -> Tensor:
     return whole.clone() if all(one.is_replicate() for one in tensor.placements) else whole
 
 
-def _take_back(one: _Whole, engine: Engine, *, writeback: bool) -> None:
-    """Put the DTensor back in its place, with the values of rank 0 if they are to be written back."""
+def _take_back(one: _Whole, engine: Engine, *, writeback: bool, tells: bool) -> None:
+    """Put the DTensor back in its place, with the values of rank 0 if they are to be written back.
+
+    Args:
+        tells: whether `gathered()` is to find a change, which is lost.
+    """
     is_changed = one.is_changed
     one.where[one.key] = one.split
     is_ignored = isinstance(one.plain, nn.Parameter) and not isinstance(one.split, ShardedParameter)
@@ -133,7 +138,7 @@ def _take_back(one: _Whole, engine: Engine, *, writeback: bool) -> None:
         one.split.copy_(_split(one.plain.data, one.split))
     elif is_ignored and is_changed:
         one.split.copy_(_split(one.plain.data, one.split))  # each rank's own
-    elif is_changed:
+    elif is_changed and tells:
         one.split.copy_(one.split)  # `gathered()` compares versions, and names what was changed
 
 

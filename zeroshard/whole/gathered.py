@@ -13,6 +13,7 @@ from typing import Any, final
 import torch
 from torch import nn
 
+from zeroshard.core.changes import REMEDY, Changes
 from zeroshard.core.engine import Engine
 from zeroshard.core.slot import Slot, slot_of
 from zeroshard.join.start import accepted_by_all
@@ -45,16 +46,19 @@ def gathered(
     with torch.inference_mode(mode=False), torch.no_grad():
         expanded = _gather(engine, optimizers, parameters, writeback=writeback, states=states)
     before = _versions(parameters, expanded)
-    has_finished = False
+    seen = [(b.changes, b.changes.versions()) for unit in engine.units for b in unit.buckets if b.spec.is_whole]
+    has_finished = keeps = False
     try:
         with engine.let_read(writeback=writeback, states=states):
             yield
         has_finished = True
     finally:
-        keeps, told = writeback and has_finished, ""
+        told = ""
         try:
-            if keeps:
+            if writeback and has_finished:
                 _spread(engine, model, expanded)
+                keeps = True
+                engine.check_tied("gathered(writeback=True)")
             elif has_finished:
                 # A rank that has left may change its shards, which other ranks may still read in place.
                 after = _versions(parameters, expanded)
@@ -68,6 +72,8 @@ def gathered(
                         bucket.changes.accept()
                 if not unit.spec.is_whole:
                     unit.release()
+            if not keeps and (writeback or not has_finished):
+                _refuse_torn(engine, [changes for changes, versions in seen if changes.tear(versions)])
             _tell_kept(engine)
         if told:
             raise RuntimeError(
@@ -100,6 +106,24 @@ def _gather(
             unit.start_gather(engine.comm, number, "gathered()", kind="state")
             unit.wait()
     return [WholeStates(engine, optimizer, parameters) for optimizer in optimizers if states]
+
+
+def _refuse_torn(engine: Engine, torn: Sequence[Changes]) -> None:
+    """Refuse evaluation with torn parameters, which no rank tells others of; steps raise on every rank."""
+    check = engine.check_forward
+
+    def refuse(name: str, inputs: Any) -> None:
+        if not (names := [name for changes in torn for name in changes.torn]):
+            engine.check_forward = check
+        elif not torch.is_grad_enabled():
+            raise RuntimeError(
+                f"{engine.mesh} A forward after an exception ended gathered(), where {len(names)} parameter(s), "
+                f"'{names[0]}' first, were changed. {REMEDY}"
+            )
+        check(name, inputs)
+
+    if torn:
+        engine.check_forward = refuse
 
 
 def _tell_kept(engine: Engine) -> None:
@@ -154,7 +178,6 @@ def _spread(engine: Engine, model: nn.Module, expanded: Sequence["WholeStates"])
                 bucket.updates += 1
         for name, tensor, is_part in [*buffers, *named]:
             engine.comm.broadcast(tensor, name, "state", is_part=is_part)
-    engine.check_tied("gathered(writeback=True)")
 
 
 @final
