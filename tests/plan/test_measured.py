@@ -144,16 +144,29 @@ class Sums(nn.Module):
         return y + x[:, :1]
 
 
-class Convolutions(nn.Module):
-    """Convolutions whose tensors oneDNN copies into blocks of channels."""
+class Images(nn.Module):
+    """A model of images, (B, channels, 32, 32).
 
-    def __init__(self) -> None:
+    Args:
+        is_last: whether channels are last.
+    """
+
+    def __init__(self, channels: int, *layers: nn.Module, is_last: bool = False) -> None:
         super().__init__()
-        self.first, self.second = nn.Conv2d(512, 512, 3, padding=1), nn.Conv2d(512, 256, 3, stride=2, padding=1)
+        self.layers, self.channels, self.is_last = nn.Sequential(*layers), channels, is_last
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.second(torch.tanh(self.first(x.view(B, 512, 4, 4))))
+        x = x.flatten()[: B * 1024].repeat(self.channels).view(B, self.channels, 32, 32)
+        x = x.contiguous(memory_format=torch.channels_last if self.is_last else torch.contiguous_format)
+        y: Tensor = self.layers(x)
         return y
+
+
+class Expanded(nn.Module):
+    """A sum over images, whose gradient is one number for all elements."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.sum((2, 3))
 
 
 class Loss(nn.Module):
@@ -220,8 +233,25 @@ def test_a_step_of_a_module(name: str) -> None:
     close(*compare(MODELS[name], torch.optim.AdamW))
 
 
-def test_a_step_of_convolutions() -> None:
-    close(*compare(Convolutions, torch.optim.SGD))
+IMAGES: dict[str, Callable[[], nn.Module]] = {
+    "many channels": lambda: Images(512, nn.Conv2d(512, 512, 3, padding=1), nn.Tanh(), nn.Conv2d(512, 256, 3, 2, 1)),
+    "a stride": lambda: Images(3, nn.Conv2d(3, 64, 3, padding=1), nn.ReLU(), nn.Conv2d(64, 64, 3, 2, 1)),
+    "few channels": lambda: Images(64, nn.Conv2d(64, 64, 3, padding=1), nn.ReLU(), nn.Conv2d(64, 8, 3, padding=1)),
+    "few channels between": lambda: Images(64, nn.Conv2d(64, 8, 3, 1, 1), nn.Tanh(), nn.Conv2d(8, 64, 3, 1, 1)),
+    "an expanded gradient": lambda: Images(64, nn.Conv2d(64, 64, 3, 1, 1), nn.Conv2d(64, 64, 3, 1, 1), Expanded()),
+    "channels last": lambda: Images(
+        64, nn.Conv2d(64, 64, 3, 1, 1), nn.ReLU(), nn.Conv2d(64, 64, 3, 1, 1), is_last=True
+    ),
+    "transposed": lambda: Images(64, nn.Conv2d(64, 64, 3, 1, 1), nn.ConvTranspose2d(64, 32, 4, 2, 1)),
+    "bilinear": lambda: Images(32, nn.Conv2d(32, 32, 1), nn.Upsample(scale_factor=2, mode="bilinear"), nn.Tanh()),
+    "nearest, an expanded gradient": lambda: Images(32, nn.Conv2d(32, 32, 1), nn.Upsample(scale_factor=2), Expanded()),
+}
+
+
+@pytest.mark.parametrize("name", IMAGES)
+def test_a_step_of_images(name: str) -> None:
+    """Of what oneDNN copies into blocks of channels, and torch into another order."""
+    close(*compare(IMAGES[name], torch.optim.SGD))
 
 
 @pytest.mark.parametrize("name", ["mse_loss", "smooth_l1_loss", "soft_margin_loss"])

@@ -15,6 +15,7 @@ import math
 from abc import ABC
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final, final
 
@@ -198,44 +199,118 @@ def _is_ready(factor: Tensor) -> bool:
     return (second == 1 and first >= max(1, columns)) or (first == 1 and second >= max(1, rows))
 
 
-def _convolved(x: Tensor, weight: Tensor, y: Tensor, strides: Sequence[int], groups: int) -> tuple[list[int], int]:
-    """Return the bytes of oneDNN's copies of input, weight and result, and of the gradient of the weight.
+@final
+@dataclass(frozen=True)
+class _Convolution:
+    """What oneDNN copies for a convolution on the CPU, in bytes of (input, weight, result).
 
-    It computes on blocks of 16 channels, as on processors with AVX-512. Where channels are last, it copies weights
-    alone: also into that order, and to blocks of each group for their gradient. No bytes where torch does not call it.
+    It computes on blocks of 16 channels, as on processors with AVX-512: inputs of few channels are read as they are or,
+    for the gradient of the weight, in blocks of 8. Where channels are last, it copies weights alone: also into that
+    order, and to blocks of each group for their gradient. No bytes where torch does not call it.
     Source: aten/src/ATen/native/Convolution.cpp, `use_mkldnn`, and measurements.
+
+    Args:
+        forward, to_input, to_weight: of the result, and of the two gradients.
+        summed: the gradient of the weight.
+        is_last: whether channels are last.
+        is_exchanged: whether the gradient of the input comes with channels last, and is copied into the usual order.
     """
+
+    forward: Sequence[int] = (0, 0, 0)
+    to_input: Sequence[int] = (0, 0, 0)
+    to_weight: Sequence[int] = (0, 0, 0)
+    summed: int = 0
+    is_last: bool = False
+    is_exchanged: bool = False
+
+    def forward_bytes(self, result: int) -> int:
+        """Return the most bytes beside a result; it is made when the other copies are gone, or first."""
+        return sum(self.forward) if self.is_last else max(sum(self.forward) - result, self.forward[2])
+
+    def input_bytes(self, result: int) -> int:
+        """Return the most bytes with the gradient of an input."""
+        return max(sum(self.to_input) + result * self.is_last, self.to_input[0] + result * (1 + self.is_exchanged))
+
+
+def _convolved(x: Tensor, weight: Tensor, y: Tensor, strides: Sequence[int], groups: int) -> _Convolution:
     is_single = torch.get_num_threads() == 1 and x.shape[0] < 16 and {*weight.shape[2:], *strides} == {1}
     is_single |= x.shape[0] == groups == 1 and x.numel() <= 20480
     if x.dtype is torch.float64 or (x.dtype is torch.float32 and is_single):
-        return [0, 0, 0], 0
-    is_last = x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last) and x.stride(3) >= x.shape[1] > 1
+        return _Convolution()
     each = [_rounded(count, 16) / count for count in (weight.shape[0] // groups, weight.shape[1])]
     blocked = int(weight.nbytes * each[0] * (each[1] if weight.shape[1] >= 16 else 1)) if groups == 1 else weight.nbytes
-    copies = [_rounded(one.shape[1], 16) * one.nbytes // one.shape[1] if groups == 1 else one.nbytes for one in (x, y)]
-    copies = [0 if is_last or one.shape[1] < 16 else nbytes for one, nbytes in zip((x, y), copies, strict=True)]
-    if not is_last:
-        return [copies[0], blocked, copies[1]], blocked
-    ordered = 0 if weight.is_contiguous(memory_format=torch.channels_last) else weight.nbytes
-    is_blocked = groups > 1 and max(weight.shape[2:]) > min(3, *x.shape[2:])
-    summed = int(weight.nbytes * math.prod(each)) if is_blocked else blocked
-    return [0, blocked + ordered, 0], summed + ordered + weight.nbytes
+    if _is_last(x, weight):
+        ordered = 0 if weight.is_contiguous(memory_format=torch.channels_last) else weight.nbytes
+        is_blocked = groups > 1 and max(weight.shape[2:]) > min(3, *x.shape[2:])
+        summed = int(weight.nbytes * math.prod(each)) if is_blocked else blocked
+        copies = (0, blocked + ordered, 0)
+        return _Convolution(copies, copies, copies, summed + ordered + weight.nbytes, is_last=True)
+    if groups > 1:
+        copies = (x.nbytes * (x.shape[1] >= 16), blocked, y.nbytes * (y.shape[1] >= 16))
+        return _Convolution(copies, copies, copies, blocked)
+    wide = weight.nbytes * math.prod(each)
+    whole, channels, is_strided = [_in_blocks(one, 16) for one in (x, y)], x.shape[1], {*strides} != {1}
+    parts = whole if channels < 4 or channels >= 16 else [_in_blocks(one, 8) for one in (x, y)]
+    return _Convolution(
+        (whole[0] * (channels >= 16), blocked, whole[1]),
+        (x.nbytes, int(weight.nbytes * each[1]), y.nbytes) if is_strided else (whole[0], int(wide), whole[1]),
+        (parts[0] * (channels >= 4), blocked, parts[1]),
+        blocked,
+        is_exchanged=is_strided,
+    )
+
+
+def _in_blocks(one: Tensor, channels: int) -> int:
+    return _rounded(one.shape[1], channels) * int(one.nbytes) // one.shape[1]
+
+
+def _is_last(x: Tensor, weight: Tensor) -> bool:
+    return any(
+        one.dim() == 4 and one.is_contiguous(memory_format=torch.channels_last) and one.stride(3) >= one.shape[1] > 1
+        for one in (x, weight)
+    )
+
+
+def _ordered(x: Tensor, weight: Tensor, *gradients: Tensor) -> int:
+    """Return the bytes of copies of what is not in the order of the convolution, as an expanded gradient is not."""
+    order = torch.channels_last if _is_last(x, weight) else torch.contiguous_format
+    return sum(one.nbytes for one in (x, *gradients) if not one.is_contiguous(memory_format=order))
 
 
 def _cpu_convolution(args: tuple[Any, ...], out: Any) -> int:
-    copies, _ = _convolved(args[0], args[1], out, args[3], args[8])
-    # The result is made when the other copies are gone.
-    return max(sum(copies) - int(out.nbytes), copies[2])
+    x, weight, strides, is_transposed, groups = args[0], args[1], args[3], args[6], args[8]
+    if is_transposed:  # the gradient of the input of another convolution
+        copies = _convolved(out, weight, x, strides, groups).input_bytes(out.nbytes) - int(out.nbytes)
+    else:
+        copies = _convolved(x, weight, out, strides, groups).forward_bytes(out.nbytes)
+    return _ordered(x, weight) + copies
 
 
 def _cpu_convolution_backward(args: tuple[Any, ...], out: Any) -> int:
-    y, x, weight = args[:3]
-    copies, summed = _convolved(x, weight, y, args[4], args[9])
+    y, x, weight, strides, is_transposed, groups = *args[:3], args[4], args[7], args[9]
+    one = _convolved(*((y, weight, x) if is_transposed else (x, weight, y)), strides, groups)
     to_input, to_weight = int(x.nbytes) * args[10][0], int(weight.nbytes) * args[10][1]
-    first = max(sum(copies), copies[0] + to_input) if to_input else 0
-    wide = 2 * summed if x.dtype in _HALVES else 0  # sums in fp32
-    second = to_input + max(max(sum(copies), summed) + wide, summed + to_weight) if to_weight else 0
-    return int(max(0, first - to_input - to_weight, second - to_input - to_weight))
+    first = to_input + one.forward_bytes(to_input) if is_transposed else one.input_bytes(to_input)
+    wide = 2 * one.summed if x.dtype in _HALVES else 0  # sums in fp32
+    second = to_input + max(max(sum(one.to_weight), one.summed) + wide, one.summed + to_weight)
+    most = max(first * bool(to_input), second * bool(to_weight), to_input + to_weight)
+    return _ordered(x, weight, y) + most - to_input - to_weight
+
+
+def _cpu_upsample(args: tuple[Any, ...], out: Any) -> int:
+    """Return the bytes of copies, with channels last, of an input and of its small result.
+
+    Source: aten/src/ATen/native/cpu/UpSampleKernel.cpp, `_use_vectorized_kernel_cond_2d`.
+    """
+    x, is_small = args[0], sum(out.shape[-2:]) <= 128
+    is_copied = is_small and not x.is_contiguous(memory_format=torch.channels_last)
+    return int(x.nbytes + out.nbytes) * is_copied
+
+
+def _cpu_upsample_backward(args: tuple[Any, ...], out: Any) -> int:
+    grad = args[0]
+    is_ready = grad.is_contiguous() or grad.is_contiguous(memory_format=torch.channels_last)
+    return 0 if is_ready else int(grad.nbytes)
 
 
 _HALVES: Final = (torch.bfloat16, torch.float16)
@@ -381,6 +456,7 @@ _OF_BOTH: Final = (
     | dict.fromkeys((aten.mm.default, aten.bmm.default, aten.addmm.default), _product)
     | dict.fromkeys(_LOSSES[:2], lambda args, out: int(out.untyped_storage().nbytes() - out.nbytes))
 )
+_UPSAMPLES: Final = ("upsample_bilinear2d", "upsample_nearest2d", "_upsample_nearest_exact2d")
 _WORKSPACES: Final[Mapping[str, Mapping[Any, Callable[[tuple[Any, ...], Any], int]]]] = MappingProxyType(
     {
         "cpu": _OF_BOTH
@@ -390,7 +466,9 @@ _WORKSPACES: Final[Mapping[str, Mapping[Any, Callable[[tuple[Any, ...], Any], in
             aten.native_layer_norm_backward.default: _cpu_layer_norm_backward,
             aten.convolution.default: _cpu_convolution,
             aten.convolution_backward.default: _cpu_convolution_backward,
-        },
+        }
+        | {getattr(aten, name).default: _cpu_upsample for name in _UPSAMPLES}
+        | {getattr(aten, f"{name}_backward").default: _cpu_upsample_backward for name in _UPSAMPLES},
         "cuda": _OF_BOTH
         | {
             aten._scaled_dot_product_flash_attention_backward.default: _cuda_flash_backward,
