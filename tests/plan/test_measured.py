@@ -169,6 +169,18 @@ class Expanded(nn.Module):
         return x.sum((2, 3))
 
 
+class Products(nn.Module):
+    """A product of three factors, and a small layer before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(H, H), nn.Bilinear(H, H, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.second(self.first(x), x)
+        return y
+
+
 class Loss(nn.Module):
     """A loss that is computed within the model."""
 
@@ -252,6 +264,10 @@ IMAGES: dict[str, Callable[[], nn.Module]] = {
 def test_a_step_of_images(name: str) -> None:
     """Of what oneDNN copies into blocks of channels, and torch into another order."""
     close(*compare(IMAGES[name], torch.optim.SGD))
+
+
+def test_a_product_of_three_factors_is_made_for_one_output_at_a_time() -> None:
+    close(*compare(Products, torch.optim.SGD))
 
 
 @pytest.mark.parametrize("name", ["mse_loss", "smooth_l1_loss", "soft_margin_loss"])

@@ -189,6 +189,24 @@ def _safe_softmax(args: tuple[Any, ...], out: Any) -> int:
     return int(out.nbytes + out.numel())
 
 
+def _trilinear(args: tuple[Any, ...], out: Any) -> int:
+    """Return the bytes of the product of two factors, and of it and the third, for one place of an unrolled dimension.
+
+    Source: aten/src/ATen/native/Linear.cpp, `_trilinear`.
+    """
+    sums, unrolled = args[6], args[7] if len(args) > 7 else 1
+    sizes = []
+    for one, missing in zip(args[:3], args[3:6], strict=True):
+        own = iter(one.shape)
+        sizes.append([1 if dim in missing else next(own) for dim in range(one.dim() + len(missing))])
+
+    def numel(factors: int, summed: Sequence[int]) -> int:
+        whole = enumerate(zip(*sizes[:factors], strict=True))
+        return math.prod(max(each) for dim, each in whole if dim != unrolled and dim not in summed)
+
+    return int(out.element_size()) * (numel(2, [dim for dim in sums if dim in args[5]]) + numel(3, sums))
+
+
 def _product(args: tuple[Any, ...], out: Any) -> int:
     """Return the bytes of factors that must be copied first, because neither stride is 1."""
     return sum(one.nbytes for one in args[-2:] if isinstance(one, Tensor) and not _is_ready(one))
@@ -450,6 +468,7 @@ Source: aten/src/ATen/native/Loss.cpp and cuda/Loss.cu.
 _OF_BOTH: Final = (
     {
         aten._safe_softmax.default: _safe_softmax,
+        aten._trilinear.default: _trilinear,
         # The negated targets, and their products with the predictions, of which the exponentials are made.
         aten.soft_margin_loss_backward.default: lambda args, out: 2 * int(out.nbytes),
     }
