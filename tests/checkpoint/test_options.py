@@ -368,6 +368,15 @@ def test_an_order_of_any_generator_continues(kind: str, tmp_path: Path) -> None:
         assert walk(loader, 14 - count) == expected[count:]
 
 
+def test_a_position_has_the_generators_that_have_moved() -> None:
+    """It is text of each rank in one file of bounded size."""
+    loader = zs.Resumable(DataLoader(range(8), batch_size=2, shuffle=True))
+    next(iter(loader))
+    assert loader.state_dict()["others"] == {}
+    random.random()
+    assert [*loader.state_dict()["others"]] == ["python"]
+
+
 def test_a_position_without_other_generators_continues() -> None:
     """Positions that earlier versions saved have torch's generator alone."""
     first, second = (zs.Resumable(DataLoader(DATA, 3, shuffle=True)) for _ in range(2))
@@ -477,6 +486,7 @@ def test_a_position_that_one_rank_refuses_changes_none(tmp_path: Path) -> None:
 def test_a_state_that_no_generator_has_is_refused() -> None:
     """With such a state numpy would read beyond its words."""
     loader = zs.Resumable(DataLoader(DATA, 2))
+    np.random.rand()  # a generator that has not moved has no state here
     position = loader.state_dict()
     position["others"]["numpy"][-16:-12] = 127
     for others in (position["others"], {"numpy": torch.ones(3)}, {"other": torch.ones(3)}, {"python": None}):

@@ -287,8 +287,8 @@ def _score_choices(loaded: Loaded, path: str) -> Mapping[str, Any]:
     right, right_by_byte, without = (zs.mean_across_ranks(counts) * mesh.world_size).tolist()
     if without:
         raise ValueError(
-            f"--choices: {path!r}: the choices of {without:.0f} of {len(questions)} questions have probabilities of NaN, "
-            f"after step {loaded.step}; give a checkpoint of before the loss was NaN"
+            f"--choices: {path!r}: the choices of {without:.0f} of {len(questions)} questions have probabilities of "
+            f"NaN, after step {loaded.step}; give a checkpoint of before the loss was NaN"
         )
     count = len(questions)
     return {"accuracy": right / count, "accuracy_by_byte": right_by_byte / count, "questions": count}
