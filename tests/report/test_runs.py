@@ -167,6 +167,17 @@ def test_several_runs_are_told_apart(tmp_path: Path) -> None:
     assert {one["what"].partition(":")[0] for one in data["comparison"]} == {"a", "b"}
 
 
+def test_runs_of_one_name_have_the_names_of_their_folders(tmp_path: Path) -> None:
+    first = write_run(tmp_path / "x" / "a", [5.0], summary("a", [rank_bytes(64)]))
+    second = write_run(tmp_path / "y" / "a", [4.0], None)
+    third = write_run(tmp_path / "y" / "b", [3.0], None)
+    data = read_runs([first, second, third])
+    names = [str(first), str(second), "b"]
+    assert [source["name"] for source in data["sources"]] == [run["run"] for run in data["curves"]] == names
+    assert {one["what"].partition(": ")[0] for one in data["comparison"]} == {str(first)}
+    assert [one["name"] for one in read_runs([first, first])["sources"]] == ["a", "a"]
+
+
 def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="folders is empty"):
         read_runs([])

@@ -6,6 +6,7 @@ records. It must not know torch or import the writer of the files. Read `read_ru
 
 import math
 import tomllib
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -62,7 +63,7 @@ def read_runs(folders: Sequence[str | Path]) -> PageData:
     if not folders:
         raise ValueError("folders is empty: give at least one folder of a run, such as runs/NAME")
     runs = [(Path(folder), _read_summary(Path(folder))) for folder in folders]
-    names = {path: _name(path, summary) for path, summary in runs}
+    names = _names(runs)
     read = [_read_curves(folder, names[folder]) for folder, _ in runs]
     curves = [one for one, _ in read]
     _set_clocks(curves, [times for _, times in read])
@@ -137,8 +138,11 @@ def _source(folder: Path, name: str, summary: Mapping[str, Any] | None, curves: 
         )
 
 
-def _name(folder: Path, summary: Mapping[str, Any] | None) -> str:
-    return str(summary.get("name", "")) if summary else folder.resolve().name
+def _names(runs: Sequence[tuple[Path, Mapping[str, Any] | None]]) -> dict[Path, str]:
+    """Return the names of runs; runs of one name are told apart by their folders, as in `zeroshard plot`."""
+    found = {path: str(summary.get("name", "")) if summary else path.resolve().name for path, summary in runs}
+    count = Counter(found.values())
+    return {path: name if count[name] == 1 else str(path) for path, name in found.items()}
 
 
 def _read_summary(folder: Path) -> Mapping[str, Any] | None:
