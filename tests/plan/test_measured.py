@@ -181,6 +181,20 @@ class Products(nn.Module):
         return y
 
 
+class Transcripts(nn.Module):
+    """A loss over all alignments of each sequence with its targets, given in rows or all in one."""
+
+    def __init__(self, *, is_flat: bool = False) -> None:
+        super().__init__()
+        self.first, self.is_flat = nn.Linear(H, 24), is_flat
+
+    def forward(self, x: Tensor) -> Tensor:
+        log_probs = self.first(x).log_softmax(-1).transpose(0, 1)
+        lengths, targets = torch.full((B,), S), torch.ones(B, S // 2, dtype=torch.int64)
+        loss: Tensor = F.ctc_loss(log_probs, targets.flatten() if self.is_flat else targets, lengths, lengths // 2)
+        return loss
+
+
 class Loss(nn.Module):
     """A loss that is computed within the model."""
 
@@ -264,6 +278,15 @@ IMAGES: dict[str, Callable[[], nn.Module]] = {
 def test_a_step_of_images(name: str) -> None:
     """Of what oneDNN copies into blocks of channels, and torch into another order."""
     close(*compare(IMAGES[name], torch.optim.SGD))
+
+
+def test_a_loss_over_alignments() -> None:
+    close(*compare(Transcripts, torch.optim.SGD))
+
+
+def test_alignments_with_targets_in_a_row_are_refused_by_name() -> None:
+    with pytest.raises(RuntimeError, match=r"all 128 targets of 4 sequences in a row, .* as \(sequences, length\)"):
+        compare(lambda: Transcripts(is_flat=True), torch.optim.SGD)
 
 
 def test_a_product_of_three_factors_is_made_for_one_output_at_a_time() -> None:

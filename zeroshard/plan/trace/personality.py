@@ -60,6 +60,10 @@ class Personality(ABC):
             like = [torch.empty_strided(one.shape, one.stride(), dtype=torch.bfloat16) for one in args[:2]]
             made = func(*like, *args[2:], **kwargs)
             return torch.empty_strided(made.shape, made.stride(), dtype=args[0].dtype)
+        if func in _CTC:
+            return _ctc_loss(*args)
+        if func in _CTC_BACKWARD:
+            return torch.empty_like(args[1], memory_format=torch.contiguous_format)
         out = func(*args, **kwargs)
         if func in _LOSSES and not out.dim():
             # A result that shrinks keeps its storage.
@@ -187,6 +191,20 @@ def _cpu_layer_norm_backward(args: tuple[Any, ...], out: Any) -> int:
 def _safe_softmax(args: tuple[Any, ...], out: Any) -> int:
     """Return the bytes of the softmax before fully masked rows are replaced, and of the mask of these rows."""
     return int(out.nbytes + out.numel())
+
+
+def _ctc_loss(log_probs: Tensor, targets: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    """Return the losses, and the sums over alignments, of targets as long as their rows; torch has no shape function.
+
+    Source: aten/src/ATen/native/LossCTC.cpp, `ctc_loss_allocate_outputs`.
+    """
+    batch = log_probs.shape[1:-1]
+    if log_probs.dim() == 3 and targets.dim() == 1:
+        raise RuntimeError(
+            f"A trace has no values, but ctc_loss gets all {targets.numel():,} targets of {batch[0]:,} sequences in a "
+            "row, whose lengths it reads. Give the targets as (sequences, length) in the inputs of the plan."
+        )
+    return log_probs.new_empty(batch), log_probs.new_empty(math.prod(batch), len(log_probs), 2 * targets.shape[-1] + 1)
 
 
 def _trilinear(args: tuple[Any, ...], out: Any) -> int:
@@ -465,10 +483,13 @@ _LOSSES: Final = tuple(
 
 Source: aten/src/ATen/native/Loss.cpp and cuda/Loss.cu.
 """
+_CTC: Final = (aten._ctc_loss.default, aten._ctc_loss.Tensor)
+_CTC_BACKWARD: Final = (aten._ctc_loss_backward.default, aten._ctc_loss_backward.Tensor)
 _OF_BOTH: Final = (
     {
         aten._safe_softmax.default: _safe_softmax,
         aten._trilinear.default: _trilinear,
+        **dict.fromkeys(_CTC_BACKWARD, lambda args, out: int(args[6].nbytes)),  # sums from the other end
         # The negated targets, and their products with the predictions, of which the exponentials are made.
         aten.soft_margin_loss_backward.default: lambda args, out: 2 * int(out.nbytes),
     }
