@@ -26,7 +26,7 @@ from zeroshard.table.errors import RankMismatchError
 from zeroshard.torch_private import version_of
 from zeroshard.wire.comm import Comm
 
-__all__ = ["REMEDY", "Changes", "check_equal", "checksum_of"]
+__all__ = ["Changes", "REMEDY", "check_equal", "checksum_of"]
 
 Tensor = torch.Tensor
 TORN: Final = "under gathered(), which an exception ended: "

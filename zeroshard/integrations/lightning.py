@@ -32,8 +32,6 @@ VALUES: Final = "lightning.ckpt"
 """The file of the Trainer's own values in the folder of a checkpoint."""
 EVALUATIONS: Final = ("validation_step", "test_step", "predict_step")
 """Methods of a LightningModule that run the model; `training_step` does if it runs no backward of its own."""
-AVERAGING: Final = getattr(callbacks, "WeightAveraging", ())
-"""The callback, with those that derive from it; Lightning 2.5 has none."""
 
 
 def _check_precision(name: str, precision: Any) -> None:
@@ -157,7 +155,7 @@ class FabricStrategy(FabricDDP):  # type: ignore[misc]
 def _check_callbacks(trainer: Any) -> None:
     """Raise if a callback of a training looks for whole parameters, in an optimizer's entries or in a checkpoint."""
     for one in trainer.callbacks if trainer.state.fn == "fit" else ():
-        if isinstance(one, AVERAGING):
+        if isinstance(one, getattr(callbacks, "WeightAveraging", ())):  # not in Lightning 2.5
             raise ValueError(
                 f"ZeroStrategy with the callback {type(one).__name__}: Lightning's WeightAveraging saves its average "
                 "as the parameters of a checkpoint, which are in parts here. Leave the callback out, and write "

@@ -330,7 +330,7 @@ def _cpu_convolution_backward(args: tuple[Any, ...], out: Any) -> int:
     wide = 2 * one.summed if x.dtype in _HALVES else 0  # sums in fp32
     second = to_input + max(max(sum(one.to_weight), one.summed) + wide, one.summed + to_weight)
     most = max(first * bool(to_input), second * bool(to_weight), to_input + to_weight)
-    return _ordered(x, weight, y) + most - to_input - to_weight
+    return int(_ordered(x, weight, y) + most - to_input - to_weight)
 
 
 def _cpu_upsample(args: tuple[Any, ...], out: Any) -> int:
