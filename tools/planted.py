@@ -1090,6 +1090,13 @@ ROOMS = (
         "tests/checkpoint/test_options.py::test_another_batch_size_reads_what_is_left[2-4]",
     ),
     Bug(
+        "a position in the data forgets numpy's generator",
+        "loader.py",
+        "{**now, **self._start}",
+        '{**now, "torch": self._start["torch"]}',
+        "tests/checkpoint/test_options.py::test_an_order_of_any_generator_continues[sampler, numpy]",
+    ),
+    Bug(
         "a copy in another memory order is derived",
         "describe/saved_nodes.py",
         "(is_copied and not _has_same_order(root, tensor))",
@@ -1796,6 +1803,36 @@ TWO_A_ROOM = (
         "1 if unit.is_held or unit.number < first else 2",
         "1 if unit.number < first else 2",
         "tests/table/test_spec.py::test_a_held_unit_is_gathered_once_a_step[backward-1]",
+    ),
+    Bug(
+        "a held gradient takes the sum of a replica twice",
+        "table/wires.py",
+        "is_first and not bucket.holds_whole_gradients",
+        "not bucket.holds_whole_gradients",
+        "tests/table/test_spec.py::test_the_sum_of_a_replica_is_apart_where_held_gradients_cannot_take_it",
+    ),
+    Bug(
+        "a parameter is a key of an optimizer's states",
+        "core/slices.py",
+        "if self.is_open or slot is None",
+        "if True or slot is None",
+        "tests/engine/test_state.py::test_parameters_are_keys_of_states_under_gathered_alone[1]",
+    ),
+    Bug(
+        "what an exception leaves changed is kept",
+        "whole/gathered.py",
+        "_refuse_torn(engine, [changes for changes, versions in seen if changes.tear(versions)])",
+        "pass",
+        "tests/engine/test_changes.py::test_an_exception_under_gathered_keeps_no_change[1]",
+    ),
+    Bug(
+        "a backward leaves a tied unit at each call",
+        "plan/step/script.py",
+        """            backward.append(mark("leave", call.unit))
+    # The gradient""",
+        """        backward.append(mark("leave", call.unit))
+    # The gradient""",
+        "tests/plan/test_film.py::test_a_tied_embedding_is_gathered_once_a_step_and_reduced_last[gpt2]",
     ),
     Bug(
         "what a forward uses last is given back",
