@@ -72,6 +72,14 @@ def test_models_of_one_job_are_counted_apart(tmp_path: Path) -> None:
     assert names(tmp_path) == [*expected, "generator-50", "generator-60"]
 
 
+def test_names_of_one_model_may_have_numbers_of_any_form(tmp_path: Path) -> None:
+    trainer = small.Small()
+    found = [f"step={step}-loss={loss}" for step, loss in enumerate(["0.5", "-0.7", "5e-05", "nan", "-inf", "1E+3"])]
+    for step, name in enumerate(found):
+        trainer.zero.save(tmp_path / name, step=step, keep=2)
+    assert names(tmp_path) == sorted(found[-2:])
+
+
 def test_the_newest_is_one_to_resume_from(tmp_path: Path) -> None:
     trainer = small.Small()
     best = trainer.zero.save(tmp_path / "best", step=9, model_only=True)

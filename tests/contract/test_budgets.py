@@ -99,7 +99,7 @@ ADDED = {
     "tied parameters of a pipe are compared, votes along the axis tensor": 4,
     "groups that were removed are added again, and groups that change under gathered()": 17,
     "changes under gathered() that an exception has ended are refused": 33,
-    "parameters are no keys of an optimizer's states outside gathered()": 45,
+    "parameters are no keys of an optimizer's states outside gathered()": 48,
     "sums of a replica that are apart from the second micro-batch on": 7,
     "units before the first trained one in predicted steps": 16,
 }

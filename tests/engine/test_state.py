@@ -215,6 +215,7 @@ USES: list[Callable[[Any, Tensor], Any]] = [
     lambda state, p: state.pop(p, None),
     lambda state, p: state.setdefault(p, {}),
     lambda state, p: state.update({p: {}}),
+    lambda state, p: state.__ior__({p: {}}),
     lambda state, p: state.__setitem__(p, {}),
     lambda state, p: state.__delitem__(p),
 ]

@@ -43,6 +43,7 @@ from zeroshard.table.errors import CheckpointError, printable
 __all__ = ["check_limits", "make_folder", "publish", "remove_older", "write_manifest", "write_tensors"]
 
 _OLD = re.compile(r"\.old-.+-[0-9a-f]{8}")
+_NUMBER = re.compile(r"[-+]?(\d[\d.]*(e[-+]?\d+)?|\b(nan|inf)\b)", re.IGNORECASE)
 
 
 def make_folder(plan: Plan, folder: Path) -> None:
@@ -173,7 +174,7 @@ def _expiring(plan: Plan) -> Iterator[tuple[int, str]]:
 
 def _stem(name: str) -> str:
     """Return what the names of one model's checkpoints have in common."""
-    return re.sub(r"\d+", "", name)
+    return _NUMBER.sub("", name)
 
 
 def _model_of(specs: Iterable[Spec]) -> set[str]:

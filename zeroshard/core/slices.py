@@ -130,6 +130,10 @@ class States(defaultdict[Any, Any]):
     get, pop, setdefault = _checked(dict.get), _checked(dict.pop), _checked(dict.setdefault)
     update = MutableMapping.update
 
+    def __ior__(self, other: Any) -> Self:  # type: ignore[misc]
+        self.update(other)
+        return self
+
     def check(self, key: Any) -> None:
         """Raise RuntimeError if the key is a parameter of the optimizer, unless parameters are keys now."""
         slot: Slot | None = key.__dict__.get("_zeroshard") if isinstance(key, Tensor) else None
