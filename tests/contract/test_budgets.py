@@ -100,6 +100,8 @@ ADDED = {
     "groups that were removed are added again, and groups that change under gathered()": 17,
     "changes under gathered() that an exception has ended are refused": 33,
     "parameters are no keys of an optimizer's states outside gathered()": 48,
+    "changes under gathered() that an exception has ended are refused, and of counters are copies": 36,
+    "parameters are no keys of an optimizer's states outside gathered()": 45,
     "sums of a replica that are apart from the second micro-batch on": 7,
     "units before the first trained one in predicted steps": 16,
 }

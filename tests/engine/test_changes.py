@@ -1,5 +1,6 @@
 """Parameters that user code changes in place: kept where all ranks make the same change, an error by name elsewhere."""
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,7 @@ import zeroshard as zs
 from tests import models
 from tests.errors import raised
 from tests.models import WIDTH
-from tests.oracle import STAGES, TIMEOUT_S, WATCHDOG_S, Run, assert_matches, run_cases
+from tests.oracle import STAGES, TIMEOUT_S, WATCHDOG_S, Run, assert_matches, assert_same, run_cases
 from zeroshard.testing import run_ranks
 
 CODES = 6
@@ -288,6 +289,7 @@ def ended_by_an_exception(stage: int, who: str, writeback: bool) -> dict[str, An
             model.head.weight.mul_(3.0)
             model.stem.bias.data.fill_(0.5)
             optimizer.state[model.head.weight]["exp_avg"].fill_(7.0)
+            optimizer.state[model.head.weight]["step"].fill_(7.0)
         raise KeyError("a file without a head")
     seen["evaluation"] = raised(evaluate)
     seen["step"] = raised(lambda: train(1))
@@ -335,3 +337,36 @@ def test_an_exception_under_gathered_keeps_no_change(stage: int) -> None:
                 assert seen["evaluation"] == "nothing was raised"
             else:
                 assert "2 parameter(s), 'stem.bias' first, were changed" in seen["evaluation"]
+
+
+def states_after_failures(stage: int, kind: str) -> None:
+    """Change states in contexts that fail, and require those from before."""
+    model = models.build(models.Stack)
+    optimizer = models.adamw(model) if kind == "adamw" else zs.optim.Muon(model.parameters(), lr=0.01)
+    zero = zs.shard(model, optimizer, stage=stage, settings=zs.Settings(watchdog_s=WATCHDOG_S))
+    models.stack_loss(model, 0, dist.get_rank()).backward()
+    optimizer.step()
+    if kind == "adamw" or stage == 0:  # an owner can send no list
+        with zero.gathered(states=True, writeback=True):
+            optimizer.state[model.head.weight]["seen"] = [1.0]
+
+    def look() -> dict[str, Any]:
+        with zero.gathered(states=True):
+            return copy.deepcopy(optimizer.state_dict())
+
+    before = look()
+    for writeback, has_exception in ((True, True), (False, True), (False, False)):
+        # On one rank alone, as a file may be broken there.
+        with pytest.raises((KeyError, RuntimeError)), zero.gathered(writeback=writeback, states=True):
+            for state in (optimizer.state[p] for p in model.parameters() if dist.get_rank() or not has_exception):
+                for value in state.values():
+                    value.add_(3) if isinstance(value, Tensor) else value.append(3.0)
+            if has_exception:
+                raise KeyError("a state")
+        assert_same(before["state"], look()["state"], f"{writeback=} {has_exception=}")
+
+
+@pytest.mark.product
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_states_are_as_before_a_context_that_fails(kind: str) -> None:
+    run_cases(states_after_failures, 2, [(stage, kind) for stage in STAGES], timeout_s=TIMEOUT_S)

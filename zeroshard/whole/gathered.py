@@ -21,6 +21,7 @@ from zeroshard.optim.packed import Packed, tensor_of, views_of
 from zeroshard.setup.takeover import spread
 from zeroshard.table.errors import RankMismatchError
 from zeroshard.torch_private import version_of
+from zeroshard.tree import map_tensors
 from zeroshard.update.optimizer import ShardedOptimizer, check_states, is_cut, keep_state
 from zeroshard.whole.owned import OwnedState, gather_owned, owned_states
 from zeroshard.wire.comm import Tag
@@ -276,7 +277,8 @@ def gather_states(
         if slot.updater is None and (held := sharded.optimizer.state.get(master)) is not None:
             state = views_of(sharded.optimizer, held)
             by_bucket.setdefault(slot.bucket.number, {})[master] = state
-            whole[slot.name] = {key: value for key, value in state.items() if not is_cut(key, value, master)}
+            uncut = {key: value for key, value in state.items() if not is_cut(key, value, master)}
+            whole[slot.name] = map_tensors(uncut, Tensor.clone)
     for states in by_bucket.values():
         keys = {key for master, state in states.items() for key in state if is_cut(key, state[key], master)}
         for key in sorted(keys, key=repr):

@@ -14,6 +14,7 @@ import torch
 from zeroshard.core.engine import Engine
 from zeroshard.core.slot import Slot, slot_of
 from zeroshard.table.owners import plan_rounds
+from zeroshard.tree import map_tensors
 from zeroshard.update.optimizer import ShardedOptimizer
 from zeroshard.wire.comm import Tag
 
@@ -110,7 +111,7 @@ def gather_owned(
     Collective: all-gathers of the states, grouped by similar size; every rank must call.
     """
     masters = {name: master for master in one.masters if (name := slot_of(master).name) in states}
-    made = {name: dict(state) for name, state in states.items()}
+    made = {name: map_tensors(dict(state), Tensor.clone) for name, state in states.items()}
     by_dtype: dict[torch.dtype, list[tuple[str, Any]]] = {}
     for name, state in states.items():
         for key, value in state.items():
