@@ -229,7 +229,8 @@ class Zero:
                 changed before it are refused by evaluation, and by steps, saves, loads and `gathered()`, until another
                 `gathered(writeback=True)` has written them. Islands write at the start, after `finish()` or at an
                 exchange of the whole model, all of them: the first one's parameters and buffers.
-            states: also gather optimizer states, for `state_dict` and `load_state_dict` of the optimizers.
+            states: also gather optimizer states, for `state_dict` and `load_state_dict` of the optimizers. After an
+                exception inside, states, groups and their options are as before it.
             whole: also gather what is split over an axis "tensor": every rank has the whole model in memory. Without
                 such an axis, values are whole anyway.
 

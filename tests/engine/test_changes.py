@@ -366,6 +366,53 @@ def states_after_failures(stage: int, kind: str) -> None:
         assert_same(before["state"], look()["state"], f"{writeback=} {has_exception=}")
 
 
+def groups_after_a_failure(stage: int) -> None:
+    """Change the groups of an optimizer in a context that fails, and train as if nothing had been."""
+    model, oracle = models.build(models.Stack), models.build(models.Stack)
+    rate = torch.tensor(0.02)
+    optimizer, single = (
+        torch.optim.AdamW([{"params": [*one.parameters()][:-2], "lr": 0.01}, {"params": one.head.parameters()}], lr)
+        for one, lr in ((model, rate), (oracle, 0.02))
+    )
+    zero = zs.shard(model, optimizer, stage=stage, settings=zs.Settings(watchdog_s=WATCHDOG_S))
+
+    def train(step: int) -> None:
+        models.stack_loss(model, step, dist.get_rank()).backward()
+        for rank in range(2):
+            (models.stack_loss(oracle, step, rank) / 2).backward()
+        for one in (optimizer, single):
+            one.step()
+            one.zero_grad()
+
+    def load() -> None:
+        loaded = copy.deepcopy(optimizer.state_dict())
+        loaded["param_groups"][0]["lr"] = 5.0
+        optimizer.load_state_dict(loaded)
+
+    def move() -> None:
+        rate.fill_(5.0)
+        optimizer.param_groups[0]["betas"] = (0.1, 0.1)
+        optimizer.param_groups[1]["params"] += optimizer.param_groups.pop(0)["params"]
+
+    train(0)
+    groups = [*optimizer.param_groups]
+    for change in (load, move):
+        with pytest.raises(KeyError), zero.gathered(states=True, writeback=True):
+            change()
+            raise KeyError("a state")
+        assert all(one is other for one, other in zip(groups, optimizer.param_groups, strict=True))
+        assert optimizer.param_groups[1]["lr"] is rate
+    train(1)
+    with zero.gathered():
+        for parameter, expected in zip(model.parameters(), oracle.parameters(), strict=True):
+            torch.testing.assert_close(parameter.detach(), expected.detach())
+
+
+@pytest.mark.product
+def test_groups_are_as_before_a_context_that_fails() -> None:
+    run_cases(groups_after_a_failure, 2, [(stage,) for stage in STAGES], timeout_s=TIMEOUT_S)
+
+
 @pytest.mark.product
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
 def test_states_are_as_before_a_context_that_fails(kind: str) -> None:

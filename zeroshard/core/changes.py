@@ -31,9 +31,9 @@ __all__ = ["Changes", "REMEDY", "check_equal", "checksum_of"]
 Tensor = torch.Tensor
 TORN: Final = "under gathered(), which an exception ended: "
 REMEDY: Final = (
-    "Sharded parameters and states are as before it; parameters that are whole on each rank have the changed values. "
-    "Enter `with zero.gathered(writeback=True):` again, on every rank, which keeps the values that rank 0 writes to "
-    "all of them, or has; zero.load(path) works after it."
+    "Sharded parameters, and states and groups of optimizers, are as before it; parameters that are whole on each rank "
+    "have the changed values. Enter `with zero.gathered(writeback=True):` again, on every rank, which keeps the values "
+    "that rank 0 writes to all of them, or has; zero.load(path) works after it."
 )
 """What holds after such an exception, and what to do."""
 

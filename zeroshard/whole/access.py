@@ -58,4 +58,4 @@ def _whole(engine: Engine, sharded: ShardedOptimizer, *, is_here: bool, writebac
             yield
         has_finished = True
     finally:
-        whole.contract(writeback=writeback and has_finished)
+        whole.contract(writeback=writeback and has_finished, has_failed=not has_finished)

@@ -21,7 +21,7 @@ from zeroshard.optim.packed import Packed, tensor_of, views_of
 from zeroshard.setup.takeover import spread
 from zeroshard.table.errors import RankMismatchError
 from zeroshard.torch_private import version_of
-from zeroshard.tree import map_tensors
+from zeroshard.tree import find, map_tensors
 from zeroshard.update.optimizer import ShardedOptimizer, check_states, is_cut, keep_state
 from zeroshard.whole.owned import OwnedState, gather_owned, owned_states
 from zeroshard.wire.comm import Tag
@@ -65,15 +65,16 @@ def gathered(
                 after = _versions(parameters, expanded)
                 told = _changes(engine, [name for name in before | after if after.get(name) != before.get(name)])
         finally:
+            has_failed = not keeps and (writeback or not has_finished)
             for one in expanded:
-                one.contract(writeback=keeps)
+                one.contract(writeback=keeps, has_failed=has_failed)
             for unit in engine.units:
                 for bucket in unit.buckets:
                     if keeps or not bucket.spec.is_whole:
                         bucket.changes.accept()
                 if not unit.spec.is_whole:
                     unit.release()
-            if not keeps and (writeback or not has_finished):
+            if has_failed:
                 _refuse_torn(engine, [changes for changes, versions in seen if changes.tear(versions)])
             _tell_kept(engine)
         if told:
@@ -201,6 +202,7 @@ class WholeStates:
         self._set_aside = {master: state.pop(master) for master in sharded.masters if master in state}
         self._masters = {parameters[slot_of(master).name]: master for master in sharded.masters}
         """The slice of each parameter; user code may remove groups, and move parameters between them."""
+        self._groups = [(group, dict(group), _tensors(group)) for group in self._optimizer.param_groups]
         for group in self._optimizer.param_groups:
             group["params"] = [parameters[slot_of(master).name] for master in group["params"]]
         state.update((parameters[name], one) for name, one in whole.items())
@@ -210,8 +212,12 @@ class WholeStates:
             self._optimizer.register_load_state_dict_post_hook(self._widen_loaded),
         )
 
-    def contract(self, *, writeback: bool) -> None:
-        """Restore the slices, with their previous states, or with `writeback` with slices of the full states."""
+    def contract(self, *, writeback: bool, has_failed: bool) -> None:
+        """Restore the slices, with their previous states, or with `writeback` with slices of the full states.
+
+        Args:
+            has_failed: whether groups and their options are restored, too.
+        """
         for hook in self._hooks:
             hook.remove()
         state = self._optimizer.state
@@ -223,6 +229,13 @@ class WholeStates:
                 state[master] = self._set_aside[master]
         for group in self._optimizer.param_groups:
             group["params"] = [self._masters.get(parameter, parameter) for parameter in group["params"]]
+        if has_failed:
+            self._optimizer.param_groups[:] = [group for group, _, _ in self._groups]
+            for group, options, tensors in self._groups:
+                group.clear()
+                group.update(options)
+                for tensor, value in tensors:
+                    tensor.copy_(value)
         self._sharded.close_states()
 
     def _note_given(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
@@ -257,6 +270,12 @@ class WholeStates:
                     slot = slot_of(parameter)
                     found.append((f"{slot.name}/{key}", slot.form.part(value), not slot.form.is_alike))
         return found
+
+
+def _tensors(group: dict[str, Any]) -> list[tuple[Tensor, Tensor]]:
+    """Return the tensors among the options of a group, such as a learning rate, each with a copy."""
+    options = [value for key, value in group.items() if key != "params"]
+    return [(one.detach(), one.detach().clone()) for one in find(options, Tensor)]
 
 
 def gather_states(
