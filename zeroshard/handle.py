@@ -596,7 +596,8 @@ class Zero:
         anchors, outer states, and parameters that have made no step since their exchange.
 
         Raises:
-            RankMismatchError: on every rank, with the first parameter or state that differs.
+            RankMismatchError: on every rank, with the first parameter or state that differs, or with the parameters
+                that were changed when an exception ended `gathered()`.
             RuntimeError: called inside a pass.
 
         Collective: an all-gather of at most 40 bytes, if any state is replicated; every rank must call.

@@ -102,6 +102,7 @@ ADDED = {
     "parameters are no keys of an optimizer's states outside gathered()": 48,
     "changes under gathered() that an exception has ended are refused, and of counters are copies": 36,
     "changes under gathered() that an exception has ended are refused, or undone: counters and groups": 48,
+    "changes under gathered() that an exception has ended are refused, or undone: counters and groups": 63,
     "parameters are no keys of an optimizer's states outside gathered()": 45,
     "sums of a replica that are apart from the second micro-batch on": 7,
     "units before the first trained one in predicted steps": 16,

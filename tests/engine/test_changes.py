@@ -282,6 +282,7 @@ def ended_by_an_exception(stage: int, who: str, writeback: bool) -> dict[str, An
             models.stack_loss(model, 5, rank)
 
     train(0)
+    average = zero.ema(0.5)
     with zero.gathered():
         before = {name: p.detach().clone() for name, p in model.named_parameters()}
     with pytest.raises(KeyError), zero.gathered(writeback=writeback, states=True), torch.no_grad():
@@ -292,12 +293,18 @@ def ended_by_an_exception(stage: int, who: str, writeback: bool) -> dict[str, An
             optimizer.state[model.head.weight]["step"].fill_(7.0)
         raise KeyError("a file without a head")
     seen["evaluation"] = raised(evaluate)
+    seen["average"], seen["copies"] = raised(average.update), raised(zero.check_copies)
     seen["step"] = raised(lambda: train(1))
     seen["gathered"] = raised(lambda: zero.gathered(states=True).__enter__()) if seen["step"][:7] == "Runtime" else ""
     optimizer.zero_grad()
     if seen["gathered"]:
         with zero.gathered(writeback=True):
             model.load_state_dict(before)
+        zero.check_copies()
+        average.update()
+        if who == "all":
+            with average.swapped(), zero.gathered():
+                assert_same(before, dict(model.named_parameters()))
         train(1)
         evaluate()
     with zero.gathered(states=True):
@@ -327,16 +334,17 @@ def test_an_exception_under_gathered_keeps_no_change(stage: int) -> None:
             assert seen["state"] < 1.0
             torch.testing.assert_close(seen["weight"], without_an_exception())
             if stage == 3 or who == "none":
-                assert seen["evaluation"] == seen["step"] == "nothing was raised"
+                assert {seen[name] for name in ("evaluation", "average", "copies", "step")} == {"nothing was raised"}
                 continue
-            for text in (seen["step"], seen["gathered"]):
-                assert text.startswith(f"RuntimeError: [rank {rank}/2] Parameters were changed\n")
+            for text, kind in ((seen["step"], ""), (seen["gathered"], ""), (seen["copies"], "RankMismatch")):
+                assert text.startswith(f"{kind or 'Runtime'}Error: [rank {rank}/2] Parameters were changed\n")
                 assert "rank 0: under gathered(), which an exception ended: stem.bias, head.weight" in text
                 assert "Enter `with zero.gathered(writeback=True):` again" in text
             if who == "0" and rank == 1:
-                assert seen["evaluation"] == "nothing was raised"
+                assert seen["evaluation"] == seen["average"] == "nothing was raised"
             else:
-                assert "2 parameter(s), 'stem.bias' first, were changed" in seen["evaluation"]
+                for name in ("evaluation", "average"):
+                    assert "2 parameter(s), 'stem.bias' first, were changed" in seen[name]
 
 
 def states_after_failures(stage: int, kind: str) -> None:

@@ -26,7 +26,7 @@ from zeroshard.table.errors import RankMismatchError
 from zeroshard.torch_private import version_of
 from zeroshard.wire.comm import Comm
 
-__all__ = ["Changes", "REMEDY", "check_equal", "checksum_of"]
+__all__ = ["Changes", "check_equal", "checksum_of", "refuse_torn", "torn_on_ranks"]
 
 Tensor = torch.Tensor
 TORN: Final = "under gathered(), which an exception ended: "
@@ -125,16 +125,37 @@ def check_equal(changes: Sequence[Changes], comm: Comm, what: str) -> None:
 
     Collective: every rank must call.
     """
-    torn = [name for change in changes for name in change.torn]
+    is_torn = any(change.torn for change in changes)
     rows = comm.collect(torch.tensor([checksum_of(changes)], device=comm.mesh.device), what)
-    if comm.agree([int(not torn and len(set(rows[list(comm.mesh.data_ranks), 0].tolist())) == 1)], what)[0]:
+    if comm.agree([int(not is_torn and len(set(rows[list(comm.mesh.data_ranks), 0].tolist())) == 1)], what)[0]:
         return
-    mine = TORN * bool(torn) + ", ".join(torn or [name for change in changes for name in change.names])
-    names = comm.texts(mine, what)
-    lines = comm.mesh.lines([name or "(nothing)" for name in names])
-    if any(name.startswith(TORN) for name in names):
-        raise RuntimeError(f"{comm.mesh} Parameters were changed\n{lines}\n{REMEDY}")
-    raise RankMismatchError(f"{comm.mesh} {_describe(lines)}")
+    if text := torn_on_ranks(changes, comm, what):
+        raise RuntimeError(f"{comm.mesh} {text}")
+    names = comm.texts(", ".join(name for change in changes for name in change.names), what)
+    raise RankMismatchError(f"{comm.mesh} {_describe(_lines(names, comm))}")
+
+
+def torn_on_ranks(changes: Iterable[Changes], comm: Comm, what: str) -> str:
+    """Return what is torn on each rank, and the remedy, equal on all ranks; "" if nothing is.
+
+    Collective: an all-gather of 4 KiB; every rank must call.
+    """
+    names = [name for change in changes for name in change.torn]
+    told = comm.texts(f"{TORN}{', '.join(names)}" if names else "", what)
+    return f"Parameters were changed\n{_lines(told, comm)}\n{REMEDY}" if any(told) else ""
+
+
+def refuse_torn(changes: Iterable[Changes], what: str) -> None:
+    """Raise RuntimeError if parameters are torn on this rank, which may be the only one."""
+    if names := [name for change in changes for name in change.torn]:
+        raise RuntimeError(
+            f"{what} after an exception ended gathered(), where {len(names)} parameter(s), '{names[0]}' first, were "
+            f"changed. {REMEDY}"
+        )
+
+
+def _lines(names: Iterable[str], comm: Comm) -> str:
+    return comm.mesh.lines([name or "(nothing)" for name in names])
 
 
 def _describe(lines: str) -> str:

@@ -11,6 +11,7 @@ from typing import final
 import torch
 
 from zeroshard.core.buffer import Bucket
+from zeroshard.core.changes import refuse_torn
 from zeroshard.core.engine import Engine
 from zeroshard.store.stored import is_stored
 from zeroshard.table.trace import Memory
@@ -82,10 +83,11 @@ class Average:
 
         Raises:
             RuntimeError: called inside `swapped()`, where the parameters are the average, or a parameter was
-                trained since that was frozen at `zero.ema()`.
+                trained since that was frozen at `zero.ema()`, or an exception under `gathered()` left it changed.
         """
         if self.is_swapped:
             raise RuntimeError(f"{self._engine.mesh} update() inside swapped(): leave the context first.")
+        refuse_torn([bucket.changes for bucket in self._buckets], f"{self._engine.mesh} update() of an average")
         self._engine.learn()
         check_trained(self._engine, self._left, "zero.ema()")
         pairs = list(zip(self._averages, self._masters, strict=True))

@@ -11,6 +11,7 @@ from typing import Final
 import torch
 from torch import nn
 
+from zeroshard.core.changes import torn_on_ranks
 from zeroshard.core.engine import Engine
 from zeroshard.core.slot import Slot, slot_of
 from zeroshard.optim.packed import parts_of
@@ -40,8 +41,9 @@ class Copy:
 def check_copies(engine: Engine, model: nn.Module, optimizers: Sequence[ShardedOptimizer]) -> None:
     """Raise on every rank unless all copies are equal, bit for bit. See `Zero.check_copies`."""
     engine.leave_passes("check_copies()")
-    copies = [] if engine.mesh.world_size == 1 else list(_copies(engine, model, optimizers))
-    failure = _difference(engine, copies) if copies else ""
+    is_alone = engine.mesh.world_size == 1
+    copies = [] if is_alone else list(_copies(engine, model, optimizers))
+    failure = _difference(engine, copies) if copies or is_alone else ""
     if not engine.order.votes.span("check_copies()", int(not failure)) and not failure:
         failure = "Copies at another place of the pipe are no longer equal; the errors there name them."
     if failure:
@@ -50,9 +52,13 @@ def check_copies(engine: Engine, model: nn.Module, optimizers: Sequence[ShardedO
 
 
 def _difference(engine: Engine, copies: Sequence[Copy]) -> str:
-    """Return what differs between ranks that hold copies, equal on every rank; "" if nothing does."""
+    """Return what differs between ranks that hold copies, or is torn, equal on every rank; "" if nothing is."""
     what = f"the comparison of {len(copies)} copies"
-    engine.order.barrier(what)
+    changes = [bucket.changes for unit in engine.units for bucket in unit.buckets]
+    if engine.order.barrier(what, any(one.torn for one in changes))[1]:
+        return torn_on_ranks(changes, engine.comm, what)
+    if not copies:
+        return ""
     sums = torch.stack([sum_bits(copy.value).to(engine.mesh.device) for copy in copies])
     axes = sorted({copy.axes for copy in copies})
     totals = torch.stack([sums[[copy.axes == one for copy in copies]].sum() for one in axes])

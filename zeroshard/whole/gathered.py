@@ -13,7 +13,7 @@ from typing import Any, final
 import torch
 from torch import nn
 
-from zeroshard.core.changes import REMEDY, Changes
+from zeroshard.core.changes import Changes, refuse_torn
 from zeroshard.core.engine import Engine
 from zeroshard.core.slot import Slot, slot_of
 from zeroshard.join.start import accepted_by_all
@@ -115,13 +115,10 @@ def _refuse_torn(engine: Engine, torn: Sequence[Changes]) -> None:
     check = engine.check_forward
 
     def refuse(name: str, inputs: Any) -> None:
-        if not (names := [name for changes in torn for name in changes.torn]):
+        if not any(changes.torn for changes in torn):
             engine.check_forward = check
         elif not torch.is_grad_enabled():
-            raise RuntimeError(
-                f"{engine.mesh} A forward after an exception ended gathered(), where {len(names)} parameter(s), "
-                f"'{names[0]}' first, were changed. {REMEDY}"
-            )
+            refuse_torn(torn, f"{engine.mesh} A forward")
         check(name, inputs)
 
     if torn:
