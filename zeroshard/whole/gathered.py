@@ -75,7 +75,7 @@ def gathered(
                 if not unit.spec.is_whole:
                     unit.release()
             if has_failed:
-                _refuse_torn(engine, [changes for changes, versions in seen if changes.tear(versions)])
+                _refuse_torn(engine, model, [changes for changes, versions in seen if changes.tear(versions)])
             _tell_kept(engine)
         if told:
             raise RuntimeError(
@@ -110,14 +110,17 @@ def _gather(
     return [WholeStates(engine, optimizer, parameters) for optimizer in optimizers if states]
 
 
-def _refuse_torn(engine: Engine, torn: Sequence[Changes]) -> None:
-    """Refuse evaluation with torn parameters, which no rank tells others of; steps raise on every rank."""
+def _refuse_torn(engine: Engine, model: nn.Module, torn: Sequence[Changes]) -> None:
+    """Refuse evaluation with torn parameters, which no rank tells others of.
+
+    In a training forward and its backward other ranks may wait for this one; the step raises on every rank.
+    """
     check = engine.check_forward
 
     def refuse(name: str, inputs: Any) -> None:
         if not any(changes.torn for changes in torn):
             engine.check_forward = check
-        elif not torch.is_grad_enabled():
+        elif not (torch.is_grad_enabled() and model.training):
             refuse_torn(torn, f"{engine.mesh} A forward")
         check(name, inputs)
 
