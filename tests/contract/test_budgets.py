@@ -26,6 +26,7 @@ PLANNED = {
     "gradients of sparse embeddings": 6,
     "partial sums of messages when all are there": 5,
     "copies of convolutions by channels and strides, of gradients in another order, of small images": 50,
+    "convolutions with dilations and groups by the kernels that run them, a note on half precision": 22,
     "products of three factors": 11,
     "losses over alignments": 15,
     "experts as stacks of matrices; what islands do not save": 4,

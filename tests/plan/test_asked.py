@@ -238,6 +238,17 @@ def test_no_plan_fits_without_doubt_whose_kernels_take_memory_that_is_not_counte
     assert ["is not counted" in note for note in plan.notes] == [True] * (verdict == "tight")
 
 
+def test_no_plan_of_convolutions_in_half_precision_on_a_cpu_fits_without_doubt() -> None:
+    def ask(device: Any, precision: Any) -> zs.Plan:
+        inputs = [torch.ones(2, 3, 8, 8)]
+        return zs.plan(nn.Conv2d(3, 4, 3), world_size=1, device=device, precision=precision, inputs=inputs)
+
+    plan = ask(host_device(), "bf16")
+    assert (plan.verdict, ["convolution in half precision" in note for note in plan.notes]) == ("tight", [True])
+    for other in (ask(host_device(), "fp32"), ask("h100-80", "bf16")):
+        assert (other.verdict, other.notes) == ("fits", ())
+
+
 def test_memory_of_products_in_half_precision_is_noted() -> None:
     plan = zs.plan(nn.Linear(8, 8), world_size=1, device=host_device(), precision="bf16", inputs=[torch.ones(2, 8)])
     assert plan.verdict == "fits"

@@ -269,6 +269,16 @@ IMAGES: dict[str, Callable[[], nn.Module]] = {
         64, nn.Conv2d(64, 64, 3, 1, 1), nn.ReLU(), nn.Conv2d(64, 64, 3, 1, 1), is_last=True
     ),
     "transposed": lambda: Images(64, nn.Conv2d(64, 64, 3, 1, 1), nn.ConvTranspose2d(64, 32, 4, 2, 1)),
+    "a dilation": lambda: Images(64, nn.Conv2d(64, 64, 3, 1, 1), nn.Tanh(), nn.Conv2d(64, 64, 5, 2, 4, dilation=2)),
+    "groups of few channels": lambda: Images(64, nn.Conv2d(64, 64, 3, 1, 1), nn.Conv2d(64, 4, 5, 1, 4, 2, groups=2)),
+    "groups of four": lambda: Images(64, nn.Conv2d(64, 64, 3, 1, 1), nn.Conv2d(64, 16, 3, 1, 1, groups=4), nn.Tanh()),
+    "depthwise": lambda: Images(16, nn.Conv2d(16, 16, 1), nn.Tanh(), nn.Conv2d(16, 16, 7, 1, 6, 2, 16), Expanded()),
+    "one dimension": lambda: Images(
+        64, nn.Conv2d(64, 64, 3, 1, 1), nn.Flatten(2), nn.Tanh(), nn.Conv1d(64, 24, 5, 2, 4, dilation=2), nn.Tanh()
+    ),
+    "three dimensions": lambda: Images(
+        64, nn.Conv2d(64, 64, 1), nn.Unflatten(2, (4, 8)), nn.Tanh(), nn.Conv3d(64, 64, 3, 1, 2, dilation=2), nn.Tanh()
+    ),
     "bilinear": lambda: Images(32, nn.Conv2d(32, 32, 1), nn.Upsample(scale_factor=2, mode="bilinear"), nn.Tanh()),
     "nearest, an expanded gradient": lambda: Images(32, nn.Conv2d(32, 32, 1), nn.Upsample(scale_factor=2), Expanded()),
 }

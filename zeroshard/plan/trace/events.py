@@ -151,7 +151,11 @@ class Trace:
         found: list[str] = [Doubt(f"{one}: its operations are not counted, nor {what} in a backward.") for one in rnn]
         if is_cpu and any("_fft_" in name for name in names):
             found.append(Doubt(f"An FFT on a CPU: {what} is not counted."))
-        if is_cpu and any(cost.kind == "matmul" and cost.dtype in ("bfloat16", "float16") for _, cost in self.kernels):
+        is_half = any(cost.kind == "matmul" and cost.dtype in ("bfloat16", "float16") for _, cost in self.kernels)
+        if is_cpu and is_half and any("convolution" in name for name in names):
+            rest = f"of {what}, only copies are counted; what its kernel works in is not counted, up to half of a peak."
+            found.append(Doubt(f"A convolution in half precision on a CPU: {rest}"))
+        elif is_cpu and is_half:
             found.append(f"A product in half precision on a CPU: {what}, up to a tenth of a peak, is not counted.")
         return found
 

@@ -7,7 +7,7 @@ Note: two places where a device shows
     A function may run other operations (attention, dropout, RMS norm), which save other tensors: `rewriting()` returns
     a context that replaces functions. An operation may have results of other dtypes, and temporary memory: `run()` and
     `workspace()`. Memory that libraries allocate outside torch's allocator (MKL, cuBLAS) is not counted, nor is
-    oneDNN's memory inside it for LSTMs and products in bf16, because that depends on the processor.
+    oneDNN's memory inside it for LSTMs, and for products and convolutions in bf16, which depends on the processor.
 """
 
 import contextlib
@@ -243,7 +243,8 @@ class _Convolution:
     It computes on blocks of 16 channels, as on processors with AVX-512: inputs of few channels are read as they are or,
     for the gradient of the weight, in blocks of 8. Where channels are last, it copies weights alone: also into that
     order, and to blocks of each group for their gradient. No bytes where torch does not call it.
-    Source: aten/src/ATen/native/Convolution.cpp, `use_mkldnn`, and measurements.
+    Source: aten/src/ATen/native/Convolution.cpp, `use_mkldnn`, the kernels that ONEDNN_VERBOSE=1 names, and
+    measurements.
 
     Args:
         forward, to_input, to_weight: of the result, and of the two gradients.
@@ -268,32 +269,51 @@ class _Convolution:
         return max(sum(self.to_input) + result * self.is_last, self.to_input[0] + result * (1 + self.is_exchanged))
 
 
-def _convolved(x: Tensor, weight: Tensor, y: Tensor, strides: Sequence[int], groups: int) -> _Convolution:
-    is_single = torch.get_num_threads() == 1 and x.shape[0] < 16 and {*weight.shape[2:], *strides} == {1}
+def _convolved(
+    x: Tensor, weight: Tensor, y: Tensor, strides: Sequence[int], dilations: Sequence[int], groups: int
+) -> _Convolution:
+    outs, ins, *kernel = weight.shape[0] // groups, *weight.shape[1:]  # channels of a group
+    is_strided, is_dilated, is_deep = {*strides} != {1}, {*dilations} != {1}, len(kernel) == 3 and {*kernel} != {1}
+    is_single = torch.get_num_threads() == 1 and x.shape[0] < 16 and {*kernel, *strides, *dilations} == {1}
     is_single |= x.shape[0] == groups == 1 and x.numel() <= 20480
     if x.dtype is torch.float64 or (x.dtype is torch.float32 and is_single):
         return _Convolution()
-    each = [_rounded(count, 16) / count for count in (weight.shape[0] // groups, weight.shape[1])]
-    blocked = int(weight.nbytes * each[0] * (each[1] if weight.shape[1] >= 16 else 1)) if groups == 1 else weight.nbytes
+    each = [_rounded(count, 16) / count for count in (outs, ins)]
+    blocked = int(weight.nbytes * each[0] * (each[1] if ins >= 16 else 1)) if groups == 1 else weight.nbytes
     if _is_last(x, weight):
         ordered = 0 if weight.is_contiguous(memory_format=torch.channels_last) else weight.nbytes
-        is_blocked = groups > 1 and max(weight.shape[2:]) > min(3, *x.shape[2:])
+        is_blocked = groups > 1 and max(kernel) > min(3, *x.shape[2:])
         summed = int(weight.nbytes * math.prod(each)) if is_blocked else blocked
         copies = (0, blocked + ordered, 0)
         return _Convolution(copies, copies, copies, summed + ordered + weight.nbytes, is_last=True)
-    if groups > 1:
-        copies = (x.nbytes * (x.shape[1] >= 16), blocked, y.nbytes * (y.shape[1] >= 16))
-        return _Convolution(copies, copies, copies, blocked)
-    wide = weight.nbytes * math.prod(each)
-    whole, channels, is_strided = [_in_blocks(one, 16) for one in (x, y)], x.shape[1], {*strides} != {1}
-    parts = whole if channels < 4 or channels >= 16 else [_in_blocks(one, 8) for one in (x, y)]
-    return _Convolution(
-        (whole[0] * (channels >= 16), blocked, whole[1]),
-        (x.nbytes, int(weight.nbytes * each[1]), y.nbytes) if is_strided else (whole[0], int(wide), whole[1]),
-        (parts[0] * (channels >= 4), blocked, parts[1]),
-        blocked,
-        is_exchanged=is_strided,
-    )
+    is_depthwise, is_few = outs == ins == 1 < groups, groups == 1 and ins < 16 and {*kernel} != {1}
+    is_fixed = groups == 1 or is_depthwise or x.dtype in _HALVES
+    block = 16 if is_fixed else next((size for size in (16, 8, 4) if outs % size == ins % size == 0), 1)
+    whole, summed = [_in_blocks(one, block) for one in (x, y)], weight.nbytes
+    parts = [_in_blocks(one, 8) for one in (x, y)] if is_few and ins >= 4 else whole
+    is_exchanged = is_strided and not is_dilated and (groups == 1 or min(outs, ins) > 8)
+    wide = [int(weight.nbytes * one) if groups == 1 else weight.nbytes for one in (math.prod(each), each[1])]
+    forward = (whole[0] * (not is_few), blocked, whole[1])
+    to_input = (x.nbytes, wide[1], y.nbytes) if is_exchanged else (whole[0], wide[0], whole[1])
+    to_weight = (parts[0] * (not is_few or ins >= 4), blocked, parts[1])
+    if x.dtype in _HALVES:
+        return _Convolution(forward, to_input, to_weight, blocked, is_exchanged=is_exchanged)
+    # Where it has no kernel on blocks, it multiplies by the input of each position; each thread has its own.
+    unfolded = 4 * ins * math.prod((*kernel, *y.shape[2:][-2:])) * (is_strided or {*kernel} != {1})
+    threads = torch.get_num_threads() if x.shape[0] > 1 else 1
+    if block == 1 or (is_depthwise and is_deep and is_dilated):
+        forward = (unfolded, 0, y.nbytes)
+    is_unfolded = block == 1 or (is_strided and is_dilated) or (is_depthwise and (is_deep or is_dilated))
+    if is_unfolded and not is_exchanged:
+        to_input = (x.nbytes, unfolded * threads, 0)
+    if block == 8 or is_depthwise or (is_few and ins >= 4):
+        is_unfolded = is_deep or is_dilated or (is_depthwise and max(kernel) not in (2, 3))
+    else:
+        is_unfolded = block < 8 or (is_dilated and (is_deep or (is_strided and len(kernel) > 1)))
+    if is_unfolded:
+        threads = threads if y.shape[2:].numel() < 256 * threads else 1
+        to_weight = (unfolded * threads, (1 + 4 * threads) * summed, 0)
+    return _Convolution(forward, to_input, to_weight, summed if is_unfolded else blocked, is_exchanged=is_exchanged)
 
 
 def _in_blocks(one: Tensor, channels: int) -> int:
@@ -314,17 +334,17 @@ def _ordered(x: Tensor, weight: Tensor, *gradients: Tensor) -> int:
 
 
 def _cpu_convolution(args: tuple[Any, ...], out: Any) -> int:
-    x, weight, strides, is_transposed, groups = args[0], args[1], args[3], args[6], args[8]
+    x, weight, _, strides, _, dilations, is_transposed, _, groups = args[:9]
     if is_transposed:  # the gradient of the input of another convolution
-        copies = _convolved(out, weight, x, strides, groups).input_bytes(out.nbytes) - int(out.nbytes)
+        copies = _convolved(out, weight, x, strides, dilations, groups).input_bytes(out.nbytes) - int(out.nbytes)
     else:
-        copies = _convolved(x, weight, out, strides, groups).forward_bytes(out.nbytes)
+        copies = _convolved(x, weight, out, strides, dilations, groups).forward_bytes(out.nbytes)
     return _ordered(x, weight) + copies
 
 
 def _cpu_convolution_backward(args: tuple[Any, ...], out: Any) -> int:
-    y, x, weight, strides, is_transposed, groups = *args[:3], args[4], args[7], args[9]
-    one = _convolved(*((y, weight, x) if is_transposed else (x, weight, y)), strides, groups)
+    y, x, weight, _, strides, _, dilations, is_transposed, _, groups = args[:10]
+    one = _convolved(*((y, weight, x) if is_transposed else (x, weight, y)), strides, dilations, groups)
     to_input, to_weight = int(x.nbytes) * args[10][0], int(weight.nbytes) * args[10][1]
     first = to_input + one.forward_bytes(to_input) if is_transposed else one.input_bytes(to_input)
     wide = 2 * one.summed if x.dtype in _HALVES else 0  # sums in fp32
