@@ -338,6 +338,35 @@ def test_a_module_is_traced_and_left_as_it_is() -> None:
     assert plan.resident_bytes["parameters"] * 2 == pytest.approx(plan.parameters_numel * 4, rel=0.01)
 
 
+class Keeping(nn.Module):
+    """Keeps tensors of its graph, as experts keep their auxiliary loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 64)
+        self.kept = torch.zeros(0)
+        self.more: list[object] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.kept = self.layer(x)
+        self.more = [self.kept, {"loss": self.kept.square().mean()}]
+        return self.kept.sum()
+
+
+def test_a_module_that_keeps_tensors_of_its_graph_is_planned_after_a_step() -> None:
+    model, x = Keeping(), torch.zeros(4, 64)
+
+    def resident_bytes() -> int:
+        return zs.plan(model, world_size=1, precision="fp32", inputs=[x]).resident_bytes["parameters"]
+
+    fresh = resident_bytes()
+    model(x).backward()
+    kept = model.kept
+    assert resident_bytes() == fresh + kept.nbytes
+    assert model.kept is kept is model.more[0]
+    assert kept.grad_fn is not None
+
+
 @pytest.mark.parametrize("stage", [0, 3])
 def test_gradients_of_sparse_embeddings_are_made_dense(stage: int) -> None:
     def planned(*, is_sparse: bool) -> zs.Plan:

@@ -12,6 +12,7 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from zeroshard.describe.split import like_split
 from zeroshard.torch_private import has_split, local_of, storage_of
@@ -72,7 +73,7 @@ class Fakes:
 
 
 def on_meta(model: nn.Module, dtypes: Mapping[int, str] = MappingProxyType({})) -> nn.Module:
-    """Return a copy of a model on the meta device; tied parameters stay tied.
+    """Return a copy of a model on the meta device; tied parameters stay tied, and tensors of a graph become leaves.
 
     Args:
         dtypes: of parameters, by identity; others keep theirs.
@@ -86,7 +87,18 @@ def on_meta(model: nn.Module, dtypes: Mapping[int, str] = MappingProxyType({})) 
         memo[id(parameter)] = nn.Parameter(made, parameter.requires_grad)
     for buffer in model.buffers():
         memo[id(buffer)] = torch.empty_strided(buffer.shape, buffer.stride(), dtype=buffer.dtype, device="meta")
-    return copy.deepcopy(model, memo)
+    with _Leaves():
+        return copy.deepcopy(model, memo)
+
+
+@final
+class _Leaves(TorchFunctionMode):
+    """Lets tensors of a graph be copied, without it: losses and hidden states that modules keep as attributes."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.__deepcopy__ and not args[0].is_leaf:
+            return args[0].detach().clone().requires_grad_()
+        return func(*args, **(kwargs or {}))
 
 
 @contextlib.contextmanager
