@@ -338,6 +338,35 @@ def test_a_module_is_traced_and_left_as_it_is() -> None:
     assert plan.resident_bytes["parameters"] * 2 == pytest.approx(plan.parameters_numel * 4, rel=0.01)
 
 
+class Converting(nn.Module):
+    """Converts a part in each forward, as routers of experts do."""
+
+    def __init__(self, dtype: torch.dtype | None) -> None:
+        super().__init__()
+        self.part, self.dtype = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64)), dtype
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.dtype is not None:
+            self.part = self.part.to("cpu", self.dtype)
+            x = x.to(self.dtype)
+        out: torch.Tensor = self.part(x)
+        return out
+
+
+@pytest.mark.parametrize("activations", ["keep", "recompute"])
+def test_a_module_that_converts_its_parts_to_what_they_are_is_planned(activations: str) -> None:
+    def planned(dtype: torch.dtype | None) -> zs.Plan:
+        model = nn.Sequential(*(Converting(dtype) for _ in range(3)))
+        options = {"activations": activations, "units": [Converting], "inputs": [torch.zeros(4, 64)]}
+        plan = zs.plan(model, world_size=2, stage=3, precision="fp32", **options)  # type: ignore[arg-type]
+        assert "_apply" not in vars(model[0].part)
+        return plan
+
+    assert planned(torch.float32).ranks == planned(None).ranks
+    with pytest.raises(RuntimeError, match=r"'0\.part\.0\.weight' from torch\.float32 on cpu to torch\.float16 on cpu"):
+        planned(torch.float16)
+
+
 class Keeping(nn.Module):
     """Keeps tensors of its graph, as experts keep their auxiliary loss."""
 

@@ -6,7 +6,8 @@ model object stays the user's, so its hooks, wrapped functions and closures run.
 
 import contextlib
 import copy
-from collections.abc import Iterator, Mapping
+import functools
+from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, final
 
@@ -105,6 +106,8 @@ class _Leaves(TorchFunctionMode):
 def exchanged(model: nn.Module, fakes: Fakes) -> Iterator[None]:
     """Replace a model's parameters, buffers and other tensors of modules by fake tensors, and restore them at the end.
 
+    In between, `to()` and the other conversions of its modules leave the parameters in place, as those of a run do.
+
     Raises:
         TypeError: torch cannot make fake copies of the class of a parameter or buffer.
     """
@@ -122,7 +125,30 @@ def exchanged(model: nn.Module, fakes: Fakes) -> Iterator[None]:
     try:
         for kind, name, value in places:
             kind[name] = fakes.of(value)
+        for prefix, module in model.named_modules():
+            vars(module)["_apply"] = functools.partial(_apply, prefix, module)
         yield
     finally:
+        for module in model.modules():
+            vars(module).pop("_apply", None)
         for kind, name, value in places:
             kind[name] = value
+
+
+def _apply(prefix: str, module: nn.Module, change: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+    """Convert a module in a forward; torch's own would swap each fake parameter, which graph nodes forbid."""
+    for child in module.children() if recurse else ():
+        child._apply(change)
+    with torch.no_grad():
+        for name, parameter in module.named_parameters(prefix, recurse=False):
+            made = change(parameter)
+            if (made.dtype, made.device.type) != (parameter.dtype, parameter.device.type):
+                raise RuntimeError(
+                    f"The forward converts parameter '{name}' from {parameter.dtype} on {parameter.device.type} to "
+                    f"{made.dtype} on {made.device.type}. A run refuses another dtype, and a trace, on the CPU, a new "
+                    "device. Convert the module before the forward, or name its dtype in Precision(modules=); "
+                    "for a device, write that of an input."
+                )
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, change(buffer))
+    return module
