@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import zeroshard as zs
 from tests.contract.source import REPOSITORY
@@ -365,6 +366,39 @@ def test_a_module_that_converts_its_parts_to_what_they_are_is_planned(activation
     assert planned(torch.float32).ranks == planned(None).ranks
     with pytest.raises(RuntimeError, match=r"'0\.part\.0\.weight' from torch\.float32 on cpu to torch\.float16 on cpu"):
         planned(torch.float16)
+
+
+class Checkpointed(nn.Module):
+    """Calls its blocks in torch's own checkpoints."""
+
+    def __init__(self, *, use_reentrant: bool) -> None:
+        super().__init__()
+        self.stem, self.blocks = nn.Linear(64, 64), nn.ModuleList(block() for _ in range(4))
+        self.options = {"use_reentrant": use_reentrant}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        for one in self.blocks:
+            x = checkpoint(one, x, **self.options)
+        return x.sum()
+
+
+@pytest.mark.parametrize("pipe", [1, 2])
+def test_checkpoints_that_a_run_refuses_are_refused(pipe: int) -> None:
+    def planned(*, use_reentrant: bool) -> zs.Plan:
+        model = Checkpointed(use_reentrant=use_reentrant)
+        options = {"pipe": pipe, "micro_batches": pipe, "stage": 1, "inputs": [torch.zeros(4, 64)]}
+        return zs.plan(model, world_size=2, precision="fp32", **options)  # type: ignore[arg-type]
+
+    with pytest.raises(RuntimeError, match=r"Reentrant checkpointing runs a backward pass inside another.*=False"):
+        planned(use_reentrant=True)
+    if pipe == 1:
+        assert planned(use_reentrant=False).verdict == "fits"
+    else:
+        with pytest.raises(
+            RuntimeError, match=r"runs 'blocks\.\d' again, .*activations='recompute' in zs\.pipeline\(\)"
+        ):
+            planned(use_reentrant=False)
 
 
 class Keeping(nn.Module):

@@ -32,10 +32,17 @@ from zeroshard.activations.surroundings import Kept, Surroundings
 from zeroshard.activations.trail import Trails
 from zeroshard.activations.values import Values, values_of
 from zeroshard.table.activations import Recomputed
-from zeroshard.torch_private import graph_task, is_inside_transform, local_of, version_of, without_modes
+from zeroshard.torch_private import (
+    graph_task,
+    is_inside_reentrant_checkpoint,
+    is_inside_transform,
+    local_of,
+    version_of,
+    without_modes,
+)
 from zeroshard.tree import find, map_tensors
 
-__all__ = ["Enter", "Hooks", "Put", "Suspect", "are_alike", "recompute", "sums_of"]
+__all__ = ["Enter", "Hooks", "Put", "Suspect", "are_alike", "recompute", "refuse_reentrant", "sums_of"]
 
 Tensor = torch.Tensor
 SUMMED_NUMEL: Final = 1 << 18
@@ -382,6 +389,16 @@ def _sum_and_norm(tensor: Tensor) -> tuple[Tensor, Tensor]:
     pairs = [((wide := part.double()).sum(), wide.norm()) for part in parts]
     sums, norms = zip(*pairs, strict=True)
     return functools.reduce(torch.add, sums), functools.reduce(torch.hypot, norms)
+
+
+def refuse_reentrant() -> None:
+    """Raise if a reentrant checkpoint of the user's is recomputing."""
+    if is_inside_reentrant_checkpoint():
+        raise RuntimeError(
+            "Reentrant checkpointing runs a backward pass inside another, so gradients would be reduced several "
+            "times. Use torch.utils.checkpoint.checkpoint(..., use_reentrant=False); for Transformers models: "
+            "gradient_checkpointing_enable(gradient_checkpointing_kwargs={'use_reentrant': False})."
+        )
 
 
 def _itself(forward: Any) -> Any:

@@ -30,6 +30,7 @@ from typing import Any, final
 
 import torch
 
+from zeroshard.activations.recompute import refuse_reentrant
 from zeroshard.core.dtypes import LossScale
 from zeroshard.core.flights import Flights
 from zeroshard.core.frames import Frame, Frames, Gathered
@@ -46,7 +47,7 @@ from zeroshard.core.unit import Unit
 from zeroshard.devices import Lane, alone
 from zeroshard.table.schedule import ROOT
 from zeroshard.table.trace import Ledger
-from zeroshard.torch_private import call_after_backward, graph_task, is_inside_reentrant_checkpoint, set_slot, slot_grad
+from zeroshard.torch_private import call_after_backward, graph_task, set_slot, slot_grad
 from zeroshard.wire.comm import Comm, Tag
 from zeroshard.wire.mesh import Mesh, slice_of
 
@@ -354,12 +355,7 @@ class Engine(Ending):
             return
         self.check_caller()
         self.lane.begin("the backward")
-        if is_inside_reentrant_checkpoint():
-            raise RuntimeError(
-                "Reentrant checkpointing runs a backward pass inside another, so gradients would be reduced several "
-                "times. Use torch.utils.checkpoint.checkpoint(..., use_reentrant=False); for Transformers models: "
-                "gradient_checkpointing_enable(gradient_checkpointing_kwargs={'use_reentrant': False})."
-            )
+        refuse_reentrant()
         self.learn()
         self.await_published()
         self._complete()

@@ -30,7 +30,7 @@ from zeroshard.parallel.drawn import Drawn
 from zeroshard.parallel.following import Came, Following
 from zeroshard.parallel.outside import Outside
 from zeroshard.parallel.remote import Absence, Remote, remote
-from zeroshard.torch_private import call_through, has_split, version_of
+from zeroshard.torch_private import call_through, has_split, is_fake, version_of
 from zeroshard.tree import find, map_tensors
 
 __all__ = ["Border", "ChunkedModel", "Learned", "with_graph"]
@@ -112,6 +112,8 @@ class ChunkedModel:
         self._following: Following | None = None
         self._calls: dict[str, int] = {}
         self._has_entered = False
+        self._entries: set[str] = set()
+        """The parts that were given what arrived, in place of their arguments."""
         self._sent: tuple[Tensor, ...] | None = None
         self._theirs = set(self._hooks())
         """Hooks of user code on the results of the whole model."""
@@ -281,7 +283,9 @@ class ChunkedModel:
         return output
 
     def _refuse_in_recomputation(self, name: str, args: Any, kwargs: Any) -> None:
-        if find((args, kwargs), Remote):
+        # The values of other places are of no class in a trace, where nothing else calls a part outside of a forward.
+        is_traced = name in self._entries and any(map(is_fake, find((args, kwargs), Tensor)))
+        if is_traced or find((args, kwargs), Remote):
             raise RuntimeError(
                 f"{self.place} torch.utils.checkpoint runs '{name}' again, without the tensors that its place of the "
                 "pipe was sent. Write activations='recompute' in zs.pipeline() instead."
@@ -330,6 +334,7 @@ class ChunkedModel:
                 f"{len(tensors)} tensors from earlier chunks here, and was given {len(self._arrived)} by them: the "
                 "code before it must do the same at each place, and with each micro-batch."
             )
+        self._entries |= {name} if self._arrived else set()
         arriving = dict(zip(learned.entry, self._arrived, strict=True))
         numbers = iter(range(len(tensors)))
         return map_tensors((args, kwargs), lambda one: arriving.get(next(numbers), one))  # type: ignore[no-any-return]

@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import flop_registry
 
 from zeroshard.activations.products import argument_of
+from zeroshard.activations.recompute import refuse_reentrant
 from zeroshard.plan.machine.hardware import Cost
 from zeroshard.plan.shape.tape import Exchange
 from zeroshard.plan.trace.events import Category, Event, Landed, Marked, Phase, Trace
@@ -402,6 +403,7 @@ class Recorder(DispatchMode):
         self.assign([grad], Category.GRADIENT)
         number, parameter_part, grad = self.number_of(grad), local_of(parameter), local_of(grad)
         if self._takes_gradients and number is not None:
+            refuse_reentrant()
             is_alone = grad.stride() == parameter_part.stride() and grad.untyped_storage().nbytes() == grad.nbytes
             is_alone = is_alone and users_of_storage(grad) == 1
             self._marks.append(Landed(len(self._events), self._names[id(parameter)], number, grad.nbytes, is_alone))
