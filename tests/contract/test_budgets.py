@@ -30,6 +30,7 @@ PLANNED = {
     "products of three factors": 11,
     "losses over alignments": 15,
     "experts as stacks of matrices; what islands do not save": 4,
+    "modules that keep tensors of their graph or convert parts, checkpoints that runs refuse": 31,
 }
 """Lines of plans that silent faults and slow searches have added since the budgets were set."""
 ADMITTED = {
@@ -57,6 +58,7 @@ ADDED = {
     "smaller mends: defects of other libraries, torch's defaults, states in files": 65,
     "changes of gradients by optimizers": 17,
     "plans of frozen parameters": 12,
+    "reentrant checkpoints, refused by runs and plans alike": 10,
     "batch norm under treatments of activations": 16,
     "what random programs of more features found": 10,
     "a backward after gathered() is refused": 16,
