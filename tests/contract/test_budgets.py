@@ -29,6 +29,7 @@ PLANNED = {
     "convolutions with dilations and groups by the kernels that run them, a note on half precision": 22,
     "products of three factors": 11,
     "losses over alignments": 15,
+    "masks that Transformers leaves out after a look at their values": 96,
     "experts as stacks of matrices; what islands do not save": 4,
     "modules that keep tensors of their graph or convert parts, checkpoints that runs refuse": 31,
 }

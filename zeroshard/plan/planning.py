@@ -133,7 +133,7 @@ def make_plan(
             temporary memory.
         inputs: for modules, the positional or keyword arguments of forward for one micro-batch; by default, what models
             of Transformers take, with `batch` and `seq`. Tokens are counted in these inputs, or samples if no input has
-            integers of 32 or 64 bits.
+            integers of 32 or 64 bits. Models of Transformers have the attention mask of these inputs' padding.
         loss: for modules, a function from the output to the loss; by default the output itself, its `loss`, or its sum.
             For shapes, the kernels of the cross-entropy: "logits" (in fp32, with their log-softmax), "fused" (one
             kernel over logits), or "chunked" (logits of 1,024 tokens at a time, computed again in the backward).

@@ -35,6 +35,7 @@ from zeroshard.activations.recompute import refuse_reentrant
 from zeroshard.plan.machine.hardware import Cost
 from zeroshard.plan.shape.tape import Exchange
 from zeroshard.plan.trace.events import Category, Event, Landed, Marked, Phase, Trace
+from zeroshard.plan.trace.masks import Masks
 from zeroshard.plan.trace.personality import Personality, exchange_of, is_wait
 from zeroshard.table.schedule import Mark
 from zeroshard.torch_private import (
@@ -106,7 +107,7 @@ class Recorder(DispatchMode):
         self.pause = Pause()
         """A context whose operations are not recorded."""
         self.phase = Phase.BEFORE
-        self.kernels = kernels
+        self.kernels, self.masks = kernels, Masks()
         # Events, by column: bytes, storage, phase, module, operation.
         self._events: list[tuple[int, int, Phase, str, str]] = []
         self._operation = ""
@@ -305,6 +306,7 @@ class Recorder(DispatchMode):
             self.exchange(exchange)
         else:
             self._note_cost(func, args, kwargs, out, made)
+        self.masks.follow(func, args, kwargs, _stored((args, kwargs)), made)
         for tensor in made:
             self._note(tensor, _TEMPORARY[self.phase])
         if nbytes := self.kernels.workspace(func, args, out):
@@ -375,6 +377,8 @@ class Recorder(DispatchMode):
 
     def _value(self, tensor: Tensor) -> Any:
         """Return the value of a tensor that the model reads."""
+        if (answer := self.masks.answer(tensor)) is not None:
+            return answer
         if self._reads is None and self.phase is Phase.UPDATE:
             return 1.0 if tensor.is_floating_point() else tensor.dtype is torch.bool or 1
         if self._reads is None:

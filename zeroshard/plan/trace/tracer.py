@@ -94,6 +94,8 @@ def trace_step(
         fakes.forget_storages()
         recorder.begin(model, find(given, Tensor))
         stack.callback(recorder.end)
+        recorder.masks.begin(find(tuple(inputs), Tensor), find(given, Tensor))
+        stack.enter_context(recorder.masks.read(mode))
         if watch is not None:
             watch.begin(model, recorder.mark)
             stack.callback(watch.end)
