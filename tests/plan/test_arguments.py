@@ -151,3 +151,18 @@ def test_modules_are_not_named_of_shapes() -> None:
         zs.plan("gpt2", world_size=2, ignored=["norm"])
     named, object_ = (zs.plan("gpt2", world_size=2, precision=one) for one in ("bf16", torch.bfloat16))
     assert named.resident_bytes == object_.resident_bytes
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_a_plan_that_is_made_without_gradients_is_of_a_step_that_trains(context: type) -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(2)))
+    options: dict[str, Any] = {"world_size": 2, "stage": 1, "device": CPU, "inputs": [torch.ones(2, 8)]}
+
+    def planned() -> list[object]:
+        asked: list[dict[str, Any]] = [{"activations": "recompute"}, {"optimizer": "muon"}, {"pipe": 2}]
+        plans = [zs.plan(model, micro_batches=2, **options, **one) for one in asked]
+        return [(one.ranks, one.step_s, one.film.sent_bytes, one.flops_per_step) for one in plans]
+
+    usual = planned()
+    with context():
+        assert planned() == usual

@@ -329,7 +329,9 @@ def plan_module(
         ValueError: something is ignored of a module that is split here, whose copy has other parameters; or an
             optimizer cannot be sharded.
     """
-    from zeroshard.optim.admission import check_optimizers  # torch is needed for modules only
+    import torch  # needed for modules only
+
+    from zeroshard.optim.admission import check_optimizers
     from zeroshard.plan.traced import trace_places
 
     homes = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -340,7 +342,7 @@ def plan_module(
             "name neither parameters nor modules. Give plan() a module that has been parallelized."
         )
     key = dataclasses.replace(options, offload=None)
-    with ExitStack() as stack:
+    with torch.inference_mode(mode=False), torch.enable_grad(), ExitStack() as stack:  # steps train, wherever asked for
         if parallelize is not None:
             from zeroshard.plan.trace.splitting import split
 
