@@ -110,8 +110,7 @@ def _played(schedule: Schedule, places: Sequence[tuple[Job, Film]], options: Opt
         # With the last backward, gradients are reduced.
         tails.append(took[-1][1] - seconds[Kind.BACKWARD][numbers[passes[-1].chunk]])
         most_bytes = max(sum(nbytes for _, nbytes in borders) for borders in job.pipe.messages.values())
-    span = options.device.spread(options.pipe, options.place_ranks)
-    sent_s = options.device.collective_s("send", most_bytes, span)
+    sent_s = options.device.collective_s("send", most_bytes, options.spans["pipe"])
     if options.system.message_s:  # the host waits for the messages, and queues nothing meanwhile
         for some in seconds.values():
             some[:] = [took_s + options.system.message_s / 2 + sent_s for took_s in some]

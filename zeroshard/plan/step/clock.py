@@ -121,6 +121,11 @@ class Clock:
         self._queued_s += self._queue_s[1] + span.ranks * (each_s + node_s * span.nodes)
         self.stall(what, max(self._device.collective_s(kind, nbytes, span), self._queued_s - self.now_s))
 
+    def send(self, what: str, nbytes: int, axis: str) -> None:
+        """Send to other ranks, and receive as much from them, which the compute lane waits for."""
+        self.sent[f"{axis} send"] += nbytes
+        self.stall(what, self._device.collective_s("send", nbytes, self._spans[axis]))
+
     def wait(self, what: str, until_s: float, *, is_offload: bool = False) -> None:
         """Let the compute lane wait until a time."""
         if until_s > self.now_s:

@@ -82,8 +82,13 @@ class Place:
                 received, distance = SENT[kind]
                 clock.sent["pipe send"] += sum(nbytes for _, nbytes in pipe.messages[received, chunk + distance])
         self._storages.drop_all(chain.from_iterable(sent))
-        self._storages.pass_by(2 * pipe.tied_bytes, "transient", "", "gradients of tied weights")
         clock.wait("other places", pipe.end_s)
+
+    def add_up(self) -> None:
+        """Exchange the gradients of what other places have, too, before the update."""
+        for one in self._pipe.tied:
+            self._storages.pass_by(len(one.places) * one.nbytes, "transient", "", "gradients of tied weights")
+            self._clock.send("gradients of tied weights", (len(one.places) - 1) * one.nbytes, "pipe")
 
     def _expect(self, action: Action | None) -> None:
         if action is not None and action not in self._incoming:

@@ -20,7 +20,7 @@ from zeroshard.table.pipeline import Action, Kind, Schedule
 from zeroshard.table.spec import BucketSpec, UnitSpec, itemsize
 from zeroshard.table.wires import Wire
 
-__all__ = ["Account", "Border", "Call", "Job", "Piped", "account_of"]
+__all__ = ["Account", "Border", "Call", "Job", "Piped", "Tied", "account_of"]
 
 
 @final
@@ -87,6 +87,22 @@ Border = tuple[str, int]
 
 @final
 @dataclass(frozen=True)
+class Tied:
+    """A unit whose parameters several places of a pipe have.
+
+    Args:
+        unit: its number.
+        places: that have it, in order.
+        nbytes: of a rank's elements of its gradients.
+    """
+
+    unit: int
+    places: Sequence[int]
+    nbytes: int
+
+
+@final
+@dataclass(frozen=True)
 class Piped:
     """What a rank does at one place of a pipe.
 
@@ -94,7 +110,7 @@ class Piped:
         schedule: of the step.
         chunks: of each chunk of the place, the job that has the script of this chunk, and the units of all.
         messages: by kind and chunk, the tensors that any chunk of the pipe receives.
-        tied_bytes: of gradients that other places have, too.
+        tied: units that other places have, too.
         ready_s: when each message is here.
         end_s: when the last place has made its last backward.
     """
@@ -103,7 +119,7 @@ class Piped:
     place: int
     chunks: "Mapping[int, Job]"
     messages: Mapping[tuple[Kind, int], Sequence[Border]]
-    tied_bytes: int = 0
+    tied: Sequence[Tied] = ()
     ready_s: Mapping[Action, float] = field(default_factory=dict)
     end_s: float = 0.0
 

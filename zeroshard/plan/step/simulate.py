@@ -192,6 +192,8 @@ class _Rank:
                 repeated = _totals(clock)
                 repeated.subtract(before_it)
         start_s, offload_s, exposed_s = clock.now_s, clock.offload_s, clock.exposed_s
+        if self.place is not None:
+            self.place.add_up()
         self._passes.let_go()
         # Norms that clip gradients, the updates, and the roundings; from here on little waits for the device.
         self.storages.queue(UPDATE_QUEUED * sum(len(one.parameters) for one in job.updates))

@@ -17,7 +17,7 @@ from zeroshard.core.undo import Undo
 from zeroshard.describe.units import UnitPlan
 from zeroshard.parallel.chunked import Border, ChunkedModel, Learned, with_graph
 from zeroshard.parallel.cut import Cut, is_here, remove_others, stand_in_on
-from zeroshard.plan.job import tied_bytes_of
+from zeroshard.plan.job import tied_unit
 from zeroshard.plan.step.rank_job import Job, Piped
 from zeroshard.plan.step.script import Script
 from zeroshard.table.pipeline import Kind, Schedule
@@ -71,8 +71,9 @@ class Chunks:
             for kind, some in zip((Kind.RECEIVE_INPUT, Kind.RECEIVE_GRADIENT), self.borders(chunk), strict=True):
                 messages[kind, chunk] = [(f"{tuple(one.shape)} {one.dtype}", one.nbytes) for one in some]
         chunks = self.cut.chunks(plans[ROOT].module)
-        tied = [unit for unit, plan in zip(job.units, plans, strict=True) if _is_tied(plan, chunks, self.schedule)]
-        return Piped(self.schedule, self.place, jobs, messages, tied_bytes_of(tied))
+        places = [_places_of(plan, chunks, self.schedule) for plan in plans]
+        tied = [tied_unit(unit, some) for unit, some in zip(job.units, places, strict=True) if len(some) > 1]
+        return Piped(self.schedule, self.place, jobs, messages, tied)
 
     def borders(self, chunk: int) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
         """Return what arrives at a chunk, and the gradients of what it sends, without memory."""
@@ -124,9 +125,10 @@ class Chunks:
         return step
 
 
-def _is_tied(plan: UnitPlan, chunks: Mapping[nn.Parameter, Sequence[int]], schedule: Schedule) -> bool:
-    """Return whether several places have a parameter of a unit."""
-    return any(len({chunk % schedule.places for chunk in chunks.get(one, ())}) > 1 for _, one in plan.parameters)
+def _places_of(plan: UnitPlan, chunks: Mapping[nn.Parameter, Sequence[int]], schedule: Schedule) -> Sequence[int]:
+    """Return the places that have the parameters of a unit: those that are tied over places are units of their own."""
+    found = (sorted({chunk % schedule.places for chunk in chunks.get(one, ())}) for _, one in plan.parameters)
+    return max(found, key=len, default=[])
 
 
 def _empty(borders: Sequence[Border]) -> list[Tensor]:
