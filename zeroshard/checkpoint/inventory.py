@@ -83,7 +83,7 @@ class Item:
             own = [(self.owner, 0, self.spec.numel)] if self.spec.numel and not self.by_others else []
             return own + list(self.by_others)
         found: list[tuple[int, int, int]] = []
-        for shard in sorted({shard for layout in self.layouts for shard in _shards_of(layout, self.slot.index)}):
+        for shard in sorted({shard for layout in self.layouts for shard in layout.shards_of(self.slot.index)}):
             ranges = self._ranges(self.slot, shard)
             parts = [(0, *ranges[0])] if self.cut is None else self.cut.chunks(ranges)
             found += [(writers[place][shard], first, last) for place, first, last in parts]
@@ -250,12 +250,6 @@ def order_of(slot: Slot) -> tuple[int, ...]:
     # Dimensions of one element may have any stride; their position does not matter.
     moved = [dim for dim in order if shape[dim] > 1]
     return () if moved == sorted(moved) else tuple(order)
-
-
-def _shards_of(layout: Layout, index: int) -> range:
-    """Return the shards that have elements of a parameter."""
-    offset, numel, shard_numel = layout.offsets[index], layout.numels[index], layout.shard_numel
-    return range(offset // shard_numel, (offset + numel - 1) // shard_numel + 1) if numel else range(0)
 
 
 @final

@@ -78,7 +78,7 @@ class Plan:
         live: tensors live at the peak, largest first: (column, unit, description, bytes).
         film: a steady step of the first rank; `first` is its first step.
         flops_per_step: operations of all ranks: 6 per parameter and token, and causal attention; no recomputation.
-        save_bytes: host memory of a rank's asynchronous save; 0 with islands of one launch, which refuse one.
+        save_bytes: host memory of an asynchronous save, at most of all ranks; 0 with islands of one launch.
         host_bytes: host memory of the processes of a node, including offloaded state.
         file_bytes: disk space of a node.
         outside_bytes: device memory outside the allocator.

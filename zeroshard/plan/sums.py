@@ -92,18 +92,27 @@ def micro_batches_of(batch_tokens: int, options: Options) -> int:
 
 
 def save_bytes_of(job: Job) -> int:
-    """Return the bytes that a rank copies to the host for an asynchronous save: its masters and states."""
-    total = 0
-    for unit in job.units:
-        for bucket in unit.buckets:
-            start, stop = bucket.states
-            total += (stop - start) * itemsize(bucket.formats.master)
+    """Return the most bytes that a rank copies to the host for an asynchronous save, random generators aside.
+
+    Whatever the row is, each rank writes its shard of masters and states, and owners write what they update whole. The
+    first rank writes buffers; of what several places of a pipe have, the first of them writes all.
+    """
+    pipe, by_rank = job.pipe, Counter({0: job.saved_buffer_bytes})
+    others = {one.unit for one in pipe.tied if one.places[0] != pipe.place} if pipe is not None else ()
+    buckets = {b.number: b for unit in job.units if unit.number not in others for b in unit.buckets}
+    each = {(b.number, at): itemsize(b.formats.master) for b in buckets.values() for at in range(len(b.names))}
     for one in job.updates:
-        total += sum(owned.state_bytes for owned in one.trained.whole if owned.is_kept)
-        # What lies packed, in a byte each, is saved as numbers.
-        numel_bytes = one.trained.numel_bytes() + one.trained.numel_bytes(is_apart=True)
-        total += (one.per_element + one.element_bytes) * numel_bytes
-    return total
+        for owned in one.trained.whole:
+            by_rank[owned.owner] += owned.state_bytes * (owned.bucket.number in buckets)
+        for bucket, index in one.trained.parameters:
+            if bucket.number in buckets:  # what lies packed, in a byte each, is saved as numbers
+                each[bucket.number, index] += (one.per_element + one.element_bytes) * itemsize(bucket.formats.state)
+    for (number, index), nbytes in each.items():
+        layout = buckets[number].layout
+        for rank in layout.shards_of(index):
+            start, stop = layout.overlap(index, *layout.shard_range(rank))
+            by_rank[rank] += (stop - start) * nbytes
+    return max(by_rank.values())
 
 
 def host_bytes_of(options: Options, film: Film) -> int:

@@ -161,6 +161,12 @@ def trace_job(
     border_bytes = sum(one.nbytes for some in borders for one in some)
     flops, saved_bytes = (sum(found) for found in zip(*((one.flops, one.saved_bytes()) for one in traces), strict=True))
 
+    saved = {
+        id(buffer): buffer
+        for module in model.modules()
+        for key, buffer in module._buffers.items()
+        if buffer is not None and key not in module._non_persistent_buffers_set
+    }
     # A parameter without a gradient has no states.
     landed = frozenset(one.parameter for trace in traces for one in trace.marks if isinstance(one, Landed))
     taken = passing_for(options)
@@ -187,6 +193,7 @@ def trace_job(
             no_sync=moved.no_sync,
             system=moved.system,
             outer=moved.foreseen(specs),
+            saved_buffer_bytes=sum(one.nbytes for one in saved.values()),
         )
         if chunks is not None:
             job = dataclasses.replace(job, pipe=chunks.piped(job, scripts, plans))

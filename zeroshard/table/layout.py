@@ -59,6 +59,11 @@ class Layout:
         cuts = (self.overlap(index, *self.shard_range(rank)) for rank in range(self.world_size))
         return [last - first for first, last in cuts]
 
+    def shards_of(self, index: int) -> range:
+        """Return the ranks whose shards have elements of parameter `index`."""
+        offset, numel = self.offsets[index], self.numels[index]
+        return range(offset // self.shard_numel, (offset + numel - 1) // self.shard_numel + 1) if numel else range(0)
+
     def owned_numel(self, start: int, stop: int) -> int:
         """Return the number of elements of `[start, stop)` that belong to parameters; the others are padding."""
         return sum(b - a for a, b in (self.overlap(i, start, stop) for i in range(len(self.numels))))

@@ -144,7 +144,7 @@ class Job:
         spans: where the ranks of each axis are: "shard", "replicate", "tensor", "pipe".
         micro_batches: forwards and backwards of a step.
         input_bytes: of one micro-batch, there until the next one is, and through the update.
-        buffer_bytes: of buffers of the model.
+        buffer_bytes, saved_buffer_bytes: of buffers of the model, and of those that a checkpoint has.
         keeps_gradients: whether the memory of gradients stays from step to step, as with
             `zero_grad(set_to_none=False)`.
         seconds: of one kernel; the device's own formula where not given.
@@ -183,6 +183,7 @@ class Job:
     system: System = ZEROSHARD
     made: Mapping[str, Sequence[tuple[str, int]]] = field(default_factory=dict)
     outer: Foreseen = WITHOUT
+    saved_buffer_bytes: int = 0
 
     @cached_property
     def told(self) -> Script:
