@@ -22,7 +22,7 @@ from zeroshard.plan.shape.nanotron import nanotron_parts
 from zeroshard.plan.shape.shapes import Transformer
 from zeroshard.plan.shape.tape import Parts, coarse, instructions
 from zeroshard.plan.shape.transformer import Workload, tapes
-from zeroshard.plan.step.rank_job import Account, Job, Piped, Tied, account_of
+from zeroshard.plan.step.rank_job import Account, Job, Piped, account_of, tied_unit
 from zeroshard.plan.step.script import Call, script_of
 from zeroshard.plan.step.system import ZEROSHARD, System, device_of
 from zeroshard.table.activations import Activations, Chain, Offloaded, Partitioned, Recomputed, fits
@@ -45,7 +45,6 @@ __all__ = [
     "outside_bytes_of",
     "parts_of",
     "specs_of_layers",
-    "tied_unit",
     "treatment_of",
     "wire_of",
 ]
@@ -371,12 +370,6 @@ def job_of_shape(
     ends_at = 0, schedule.places - 1
     tied = [tied_unit(unit, ends_at) for unit in specs if model.is_tied and unit.name.endswith(EMBEDDINGS)]
     return dataclasses.replace(job, pipe=Piped(schedule, place, chunks, messages, tied))
-
-
-def tied_unit(unit: UnitSpec, places: Sequence[int]) -> Tied:
-    """Return the record of a unit that several places of a pipe have."""
-    sizes = [bucket.layout.owned_numel(*bucket.states) * itemsize(bucket.formats.grad) for bucket in unit.reduced]
-    return Tied(unit.number, places, sum(sizes))
 
 
 def made_of(

@@ -20,7 +20,7 @@ from zeroshard.table.pipeline import Action, Kind, Schedule
 from zeroshard.table.spec import BucketSpec, UnitSpec, itemsize
 from zeroshard.table.wires import Wire
 
-__all__ = ["Account", "Border", "Call", "Job", "Piped", "Tied", "account_of"]
+__all__ = ["Account", "Border", "Call", "Job", "Piped", "Tied", "account_of", "tied_unit"]
 
 
 @final
@@ -99,6 +99,12 @@ class Tied:
     unit: int
     places: Sequence[int]
     nbytes: int
+
+
+def tied_unit(unit: UnitSpec, places: Sequence[int]) -> Tied:
+    """Return the record of a unit that several places of a pipe have."""
+    sizes = [bucket.layout.owned_numel(*bucket.states) * itemsize(bucket.formats.grad) for bucket in unit.reduced]
+    return Tied(unit.number, places, sum(sizes))
 
 
 @final

@@ -17,8 +17,7 @@ from zeroshard.core.undo import Undo
 from zeroshard.describe.units import UnitPlan
 from zeroshard.parallel.chunked import Border, ChunkedModel, Learned, with_graph
 from zeroshard.parallel.cut import Cut, is_here, remove_others, stand_in_on
-from zeroshard.plan.job import tied_unit
-from zeroshard.plan.step.rank_job import Job, Piped
+from zeroshard.plan.step.rank_job import Job, Piped, tied_unit
 from zeroshard.plan.step.script import Script
 from zeroshard.table.pipeline import Kind, Schedule
 from zeroshard.table.schedule import ROOT
