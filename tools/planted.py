@@ -1821,7 +1821,7 @@ TWO_A_ROOM = (
     Bug(
         "what an exception leaves changed is kept",
         "whole/gathered.py",
-        "_refuse_torn(engine, [changes for changes, versions in seen if changes.tear(versions)])",
+        "_refuse_torn(engine, model, [changes for changes, versions in seen if changes.tear(versions)])",
         "pass",
         "tests/engine/test_changes.py::test_an_exception_under_gathered_keeps_no_change[1]",
     ),

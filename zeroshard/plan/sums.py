@@ -107,11 +107,13 @@ def save_bytes_of(job: Job) -> int:
         for bucket, index in one.trained.parameters:
             if bucket.number in buckets:  # what lies packed, in a byte each, is saved as numbers
                 each[bucket.number, index] += (one.per_element + one.element_bytes) * itemsize(bucket.formats.state)
-    for (number, index), nbytes in each.items():
-        layout = buckets[number].layout
-        for rank in layout.shards_of(index):
-            start, stop = layout.overlap(index, *layout.shard_range(rank))
-            by_rank[rank] += (stop - start) * nbytes
+    # Blocks are alike, and there may be a thousand ranks.
+    alike = Counter((b.layout, tuple(each[b.number, at] for at in range(len(b.names)))) for b in buckets.values())
+    for (layout, sizes), count in alike.items():
+        for index, nbytes in enumerate(sizes):
+            for rank in layout.shards_of(index):
+                start, stop = layout.overlap(index, *layout.shard_range(rank))
+                by_rank[rank] += count * (stop - start) * nbytes
     return max(by_rank.values())
 
 
