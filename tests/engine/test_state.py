@@ -155,7 +155,7 @@ def gathered_while_gradients_wait(run: Run) -> None:
 
 
 def states_by_parameter(run: Run) -> None:
-    """Start with states of one's own, and reset those of one parameter in the middle of training."""
+    """Give each parameter states before the first step, and remove those of one parameter after some steps."""
     model, optimizer = start(run)
     with run.gathered(writeback=True, states=True):
         for p in model.parameters():
@@ -222,7 +222,7 @@ USES: list[Callable[[Any, Tensor], Any]] = [
 
 
 def keys_from_outside(stage: int) -> list[str]:
-    """Use parameters as keys of the optimizer's state where they are none; training goes on as if nothing had been."""
+    """Use parameters as keys of the optimizer's state outside `gathered()`; the refusals do not change the training."""
     run = Sharded(stage)
     model, optimizer = start(run)
     found, frozen, own = list[str](), nn.Parameter(torch.ones(1)), optimizer.state

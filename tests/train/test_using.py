@@ -213,14 +213,19 @@ def test_an_answer_may_be_digits(tmp_path: Path) -> None:
     assert read_questions(str(path))[0].answer == 1
 
 
-def test_another_tokenizer_in_the_file_of_the_run_is_refused(tmp_path: Path) -> None:
-    tokens = tmp_path / "tokens.json"
+def _train_with(tokens: Path) -> None:
+    """Make a file of a tokenizer, and a run of one step with it beside."""
     train_tokenizer([TEXT], 270, tokens)
     settings = [
         "model.depth=1", f"model.context={CONTEXT}", "train.steps=1", "train.eval_bytes=200", "run.sample_bytes=0",
-        "run.ranks=1", f"run.folder={tmp_path}", f"data.tokenizer={tokens}",
+        "run.ranks=1", f"run.folder={tokens.parent}", f"data.tokenizer={tokens}",
     ]  # fmt: skip
     train(load_config(overrides=settings), _Nobody())
+
+
+def test_another_tokenizer_in_the_file_of_the_run_is_refused(tmp_path: Path) -> None:
+    tokens = tmp_path / "tokens.json"
+    _train_with(tokens)
     with load_run(tmp_path / "default", stage=0) as loaded:
         assert loaded.step == 1
     train_tokenizer([TEXT[::-1]], 270, tokens)
@@ -233,12 +238,7 @@ def test_a_text_of_one_character_in_several_tokens_has_no_score(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tokens, text = tmp_path / "tokens.json", tmp_path / "text.txt"
-    train_tokenizer([TEXT], 270, tokens)
-    settings = [
-        "model.depth=1", f"model.context={CONTEXT}", "train.steps=1", "train.eval_bytes=200", "run.sample_bytes=0",
-        "run.ranks=1", f"run.folder={tmp_path}", f"data.tokenizer={tokens}",
-    ]  # fmt: skip
-    train(load_config(overrides=settings), _Nobody())
+    _train_with(tokens)
     text.write_text("\N{GRINNING FACE}")
     arguments = ("evaluate", str(tmp_path / "default"), "--data", str(text))
     for limit in ((), ("--bytes", "5")):

@@ -117,7 +117,7 @@ def _checked(method: Callable[..., Any]) -> Any:
 
 @final
 class States(defaultdict[Any, Any]):
-    """The states of a sharded optimizer, by slice. A parameter that it has taken is no key while they are closed.
+    """The states of a sharded optimizer, by slice. The optimizer's parameters are refused as keys while it is closed.
 
     Where a slice has states, `[]` runs no code of this class, so steps cost what they do in torch.
     """

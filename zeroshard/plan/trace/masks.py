@@ -40,6 +40,8 @@ class Masks:
     """The values of small tensors of a trace, which Transformers' masks depend on."""
 
     def __init__(self) -> None:
+        self.are_read = False
+        """Whether Transformers is there to read masks; without it no operation needs to be followed."""
         self._values: dict[int, tuple[weakref.ref[Any], torch.UntypedStorage]] = {}  # by storage
 
     def begin(self, inputs: Sequence[Tensor], fakes: Sequence[Tensor]) -> None:
@@ -58,6 +60,7 @@ class Masks:
         """
         modules = [vars(sys.modules[name]) for name in MODULES if name in sys.modules]
         placed = [(names, _Reading(names[ASKED], mode)) for names in modules if ASKED in names]
+        self.are_read = bool(placed)
         for names, reading in placed:
             names[ASKED] = reading
         try:
@@ -70,12 +73,7 @@ class Masks:
                     names[ASKED] = now.before
 
     def follow(
-        self,
-        func: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        given: Sequence[Tensor],
-        made: Sequence[Tensor],
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: Sequence[Tensor], made: Sequence[Tensor]
     ) -> None:
         """Compute the values of an operation's results, if all of its arguments have values.
 

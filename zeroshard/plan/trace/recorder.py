@@ -306,7 +306,8 @@ class Recorder(DispatchMode):
             self.exchange(exchange)
         else:
             self._note_cost(func, args, kwargs, out, made)
-        self.masks.follow(func, args, kwargs, _stored((args, kwargs)), made)
+        if self.masks.are_read:
+            self.masks.follow(func, args, kwargs, _stored((args, kwargs)), made)
         for tensor in made:
             self._note(tensor, _TEMPORARY[self.phase])
         if nbytes := self.kernels.workspace(func, args, out):
