@@ -70,6 +70,23 @@ def test_no_simulation_is_below_its_bound(name: str) -> None:
     assert sorted(tight)[len(tight) // 2] > 0.85  # a bound that is far below leaves out nothing
 
 
+@pytest.mark.parametrize("name", [*SHAPES])
+def test_no_offload_takes_less_than_what_it_cannot_move(name: str) -> None:
+    r, shape, near = random.Random(f"offload {name}"), SHAPES[name], list[float]()
+    while len(near) < 25:
+        options = drawn(r, shape)
+        if options.pipe > 1:
+            continue
+        part = r.choice((1.0, 1.0, 0.6)) * options.row.cuts_parameters
+        offload = zs.Offload(states=r.choice((0.3, 1.0)), parameters=part)
+        bound, one = bound_of(shape, options), candidate_of(shape, options)
+        moved = candidate_of(shape, dataclasses.replace(options, offload=offload))
+        assert one.least_bytes <= moved.peak_bytes, (options.words(), offload)
+        assert bound.least_bytes <= moved.peak_bytes, (options.words(), offload)
+        near.append(one.least_bytes / moved.peak_bytes)
+    assert max(near) > 0.9  # the search would look at each configuration in vain
+
+
 FEW = {"seq": 1024, "batches": (1, 4), "tensors": (1, 2), "pipes": (1,), "activations": ("keep", "recompute")}
 SEARCHES: dict[str, tuple[str, dict[str, Any]]] = {
     "eight ranks": ("dense", {"world_size": 8, "device": "a100-40", "offload": ()}),

@@ -181,5 +181,23 @@ def test_the_first_choice_with_room_is_found_from_any_guess(seed: int) -> None:
         return excess[one]
 
     expected = next((place for place, one in enumerate(chain) if excess[one] <= 0), None)
-    assert first_below(chain, excess_of, drawn.randint(0, 100), 2.0**20, first=0) == expected
+    found = first_below(chain, excess_of, drawn.randint(0, 100), 2.0**20)
     assert len(looked_at) <= (14 if seed % 2 else 3)
+    if found is None or expected is None:
+        assert found == expected
+    else:  # of some that take the same, any
+        assert found >= expected
+        assert excess[chain[found]] == excess[chain[expected]] or -(2**18) < excess[chain[found]] <= 0
+
+
+def test_a_choice_that_nearly_fits_ends_the_search() -> None:
+    chain: list[zs.Offload | None] = [zs.Offload(states=number / 100) for number in range(101)]
+    looked_at = list[int]()
+
+    def excess_of(one: zs.Offload | None) -> float:
+        looked_at.append(place := chain.index(one))
+        return (60 - place) * 8.0 - 1
+
+    assert first_below(chain, excess_of, 60, 8.0) == 60
+    assert looked_at == [60]
+    assert first_below(chain, excess_of, 61, 8.0) == 60

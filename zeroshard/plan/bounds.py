@@ -105,7 +105,8 @@ def bound_of(shape: Transformer, options: Options) -> Candidate:
     )
     return Candidate(
         options, peak_bytes, passes_s + update_s, verdict_of(peak_bytes, outside_bytes_of(options), options),
-        movable_bytes=states["root"].movable_bytes + movable_bytes, passes_s=passes_s, backward_s=backward_s,
+        movable_bytes=(movable_bytes := states["root"].movable_bytes + movable_bytes),
+        least_bytes=max(0, peak_bytes - movable_bytes), passes_s=passes_s, backward_s=backward_s,
         host_s=options.device.host_s(min(nbytes for _, nbytes in updates), options.node_processes),
     )  # fmt: skip
 

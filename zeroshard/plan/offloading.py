@@ -10,9 +10,10 @@ Note: the order of trials
     far. It skips a configuration that fits without offload, and one that would not fit even if everything that offload
     can move took no memory. For each of the others it takes the fastest offload that fits, as `offload="auto"` of a
     plan does. The largest offload is planned in full first: where that has no room with what the allocator reserves,
-    no other has. With each fifth of the parameters it looks for the least states that must move, from a guess on, as
-    memory falls nearly evenly with what is moved; gradients move with their states, or stay where that is faster. Those
-    that may be the fastest are then planned in full, from the one on that is fastest by simulations.
+    no other has. With each fifth of the parameters the least states that must move for what is allocated follow from
+    the ends, as memory falls nearly evenly with what is moved, and are simulated; gradients move with their states, or
+    stay where that is faster. Those that may be the fastest are then planned in full, from the one on that is fastest
+    by simulations, with as many more states as what the allocator reserves asks for.
 """
 
 import dataclasses
@@ -38,6 +39,10 @@ Tried = Candidate | Plan
 Chain = list[Offload | None]
 LEAST_GAIN: Final = 1.01
 """How many times as fast as the fastest choice another one may be, at least, to be planned in full."""
+LEAST_RESERVED: Final = 0.5
+"""Of what the allocator reserves beside what is allocated with the largest offload: as much at least with others."""
+NEAR: Final = 0.25
+"""Of what one step more moves, the room that a choice may leave for the search to end there."""
 LEAST_PART: Final = 0.9
 """Of what an update on the device reads and writes, that on the host does at least, which rounds no parameters."""
 
@@ -72,11 +77,10 @@ def choose_offload(
         simulated: the simulations of these configurations.
         whole: plans a configuration in full.
     """
-    found, fastest, tried = None, best_tokens_per_s or 0.0, 0
+    found, fastest, tried = None, best_tokens_per_s or 0.0, list[Options]()
 
     def simulate(options: Options) -> Candidate:
-        nonlocal tried
-        tried += 1
+        tried.append(options)
         return simulated.simulate(options)
 
     def may_be_faster(one: Candidate) -> bool:
@@ -93,12 +97,12 @@ def choose_offload(
                 found, fastest = made, made[1].tokens_per_s
                 break
     if found is None:
-        return Chosen(None, None, "", tried)
+        return Chosen(None, None, "", len(tried))
     reason = "nothing fits without offload"
     if best_tokens_per_s is not None:
         more = fastest / best_tokens_per_s - 1
         reason = f"{more:.0%} faster than the fastest that fits without offload ({best_tokens_per_s:,.0f} tokens/s)"
-    return Chosen(*found, reason, tried)
+    return Chosen(*found, reason, len(tried))
 
 
 def _most_tokens_per_s(one: Candidate) -> float:
@@ -123,8 +127,7 @@ def _alike(options: Options) -> tuple[Options, bool]:
 
 def may_fit(one: Candidate) -> bool:
     """Return whether a configuration would fit if everything that offload can move took no memory."""
-    least_bytes = max(0, one.peak_bytes - one.movable_bytes)
-    return verdict_of(least_bytes, outside_bytes_of(one.options), one.options) == "fits"
+    return verdict_of(one.least_bytes, outside_bytes_of(one.options), one.options) == "fits"
 
 
 def _fastest(
@@ -216,19 +219,17 @@ def _fastest_choice(
         return None
     reserved_bytes = max(0.0, whole(fullest).excess_bytes - quick(fullest).excess_bytes)
 
-    def excess_of(one: Offload | None) -> float:
-        return quick(one).excess_bytes
-
-    tried, found, fastest = list[tuple[float, Chain, int, float]](), None, tokens_per_s
     # Memory falls nearly evenly from choice to choice. Without offloaded states gradients stay on the device.
-    ends = [(excess_of(chain_of(part, 0)[0]), excess_of(chain_of(part, None)[-1])) for part in parts[::steps]]
-    most_gain = 0.0
+    ends = [
+        [quick(one).excess_bytes for one in (chain_of(part, 0)[0], chain_of(part, None)[-1])] for part in parts[::steps]
+    ]
+    tried, found, fastest, most_gain = list[tuple[float, Chain, int, float]](), None, tokens_per_s, 0.0
     for part in sorted(parts, key=lambda part: part % steps):
         begin, end = (a + (b - a) * part / steps for a, b in zip(ends[0], ends[-1], strict=True))
         each_bytes, chain = max(1.0, (begin - end) / PARTS), chain_of(part, None)
-        place = first_below(chain, excess_of, min(PARTS, max(0, ceil(begin / each_bytes))), each_bytes)
+        place = min(PARTS, max(0, ceil(begin / each_bytes)))
         # Where the host has no room for the least offload, it has none for more.
-        if place is None or (one := quick(chain[place])).verdict == "no":
+        if end > -LEAST_RESERVED * reserved_bytes or (one := quick(chain[place])).verdict == "no":
             continue
         tried.append((one.tokens_per_s, chain, place, each_bytes))
         # Gradients that stay on the device ask for at least as many states elsewhere. Without parameters elsewhere, or
@@ -240,15 +241,13 @@ def _fastest_choice(
     for most_tokens_per_s, chain, place, each_bytes in sorted(tried, key=itemgetter(0), reverse=True):
         if most_tokens_per_s <= fastest * (LEAST_GAIN if found is not None else 1):
             break
-        if excess_of(chain[-1]) >= full_bytes:
+        if full_bytes < inf and quick(chain[-1]).excess_bytes >= full_bytes:
             continue
         guess = place + ceil(reserved_bytes / each_bytes)
-        last_bytes = whole(chain[-1]).excess_bytes if chain[-1] == fullest else None
-        least = first_below(
-            chain, lambda one: whole(one).excess_bytes, guess, each_bytes, first=place, last_bytes=last_bytes
-        )
+        last_bytes = whole(fullest).excess_bytes if chain[-1] == fullest else None
+        least = first_below(chain, lambda one: whole(one).excess_bytes, guess, each_bytes, last_bytes=last_bytes)
         if least is None:
-            full_bytes = min(full_bytes, excess_of(chain[-1]))
+            full_bytes = min(full_bytes, quick(chain[-1]).excess_bytes)
         elif (plan := whole(chain[least])).verdict == "fits" and plan.tokens_per_s > fastest:
             found, fastest = plan, plan.tokens_per_s
     return found
@@ -260,24 +259,23 @@ def first_below(
     place: int,
     each_bytes: float,
     *,
-    first: int | None = None,
     last_bytes: float | None = None,
 ) -> int | None:
-    """Return the place of the first choice that has room; None if none has.
+    """Return the place of the first choice that has room, or of one that has `NEAR` of a step to spare.
+
+    Returns None if none has room.
 
     Args:
         excess_of: returns the bytes that have no room, which fall nearly evenly from choice to choice.
         place: the first choice to look at.
         each_bytes: how much less a choice takes than the choice before it, roughly.
-        first: the first that may have room. By default any may, and the search ends at a choice that has less room than
-            the choice before it takes more.
         last_bytes: what `excess_of` returns for the last choice, if that is known and at most 0.
     """
-    low, high, before = -1 if first is None else first - 1, len(chain), None
+    low, high, before, near_bytes = -1, len(chain), None, NEAR * each_bytes
     if last_bytes is not None:
         high, before = len(chain) - 1, (len(chain) - 1, last_bytes)
     for is_between in cycle((False, False, True)):
-        if high - low == 1:
+        if high - low == 1 or (before is not None and -near_bytes < before[1] <= 0):
             break
         place = min(max(place, low + 1), high - 1)
         excess_bytes = excess_of(chain[place])
@@ -285,8 +283,6 @@ def first_below(
             each_bytes = fallen
         before = place, excess_bytes
         low, high = (low, place) if excess_bytes <= 0 else (place, high)
-        if first is None and -each_bytes < excess_bytes <= 0:
-            break
         # Where memory does not fall evenly, a step of each_bytes may be short: each third one halves what is left.
         place = (low + high) // 2 if is_between and high < len(chain) else place + ceil(excess_bytes / each_bytes)
     return high if high < len(chain) else None

@@ -40,6 +40,7 @@ class Candidate:
         verdict: whether `reserved_bytes` fit the device, or `peak_bytes` where reserved memory is unknown.
         reserved_bytes: bytes that the allocator reserves; None if the configuration was not planned in full.
         movable_bytes: maximum bytes on the device of the state that offload can move.
+        least_bytes: maximum allocated bytes before the update if that state took no memory.
         gradient_bytes: the part of these that gradients take, of which the host may hold fewer bytes.
         passes_s: seconds of the step without its update.
         backward_s: of the last backward.
@@ -53,6 +54,7 @@ class Candidate:
     verdict: Verdict
     reserved_bytes: int | None = None
     movable_bytes: int = 0
+    least_bytes: int = 0
     gradient_bytes: int = 0
     passes_s: float = 0.0
     backward_s: float = 0.0
@@ -142,7 +144,8 @@ def candidate_of(shape: Transformer, options: Options) -> Candidate:
     backward_s = film.phases[-2].stop_s - film.phases[-2].start_s
     host_s = options.device.host_s(sum(job.sums.moved_bytes), options.node_processes)
     return Candidate(
-        options, film.peak[0], step_s, verdict, movable_bytes=movable_bytes, gradient_bytes=held, passes_s=passes_s,
+        options, film.peak[0], step_s, verdict, movable_bytes=movable_bytes,
+        least_bytes=film.least_bytes({*columns, "gradients"}), gradient_bytes=held, passes_s=passes_s,
         backward_s=backward_s, host_s=host_s, place=job.pipe.place if job.pipe is not None else 0,
     )  # fmt: skip
 

@@ -164,6 +164,13 @@ class Film:
         wanted = (one.nbytes for one in _in(self.all_events, *memories) if one.is_mapped in is_mapped)
         return max(accumulate(wanted, initial=start))
 
+    def least_bytes(self, moved: Collection[str]) -> int:
+        """Return the most bytes on the device before the update, if those of some columns took none."""
+        start = sum(nbytes for column, nbytes in self.resident_bytes.items() if column not in moved)
+        until_s = self.phases[-1].start_s
+        kept = (one.nbytes for one in self.events if one.column not in moved and one.at_s < until_s)
+        return max(accumulate(kept, initial=start))
+
     @cached_property
     def peak_phase(self) -> str:
         """The phase of the peak."""
@@ -189,9 +196,9 @@ def calls_of(events: Iterable[Event], *, shift: int = 0, but: Collection[int] = 
         shift: added to the numbers of storages, as of a later step.
         but: storages to leave out.
     """
-    for _, nbytes, storage, *_ in events:
-        if storage not in but:
-            yield rules.Event(storage + shift, max(0, nbytes), 0, ALLOC if nbytes > 0 else FREE)
+    for event in events:
+        if event.storage not in but:
+            yield rules.Event(event.storage + shift, max(0, event.nbytes), 0, ALLOC if event.nbytes > 0 else FREE)
 
 
 def bytes_by_column(events: Iterable[Event]) -> dict[str, int]:
