@@ -13,6 +13,7 @@ from zeroshard.plan.machine.presets import DEVICES, device_named
 from zeroshard.plan.margins import MEMORY, margin_of
 from zeroshard.plan.planning import make_plan
 from zeroshard.plan.result import Plan
+from zeroshard.plan.step.clock import Clock
 from zeroshard.plan.systems import SYSTEMS
 from zeroshard.report.plans import read_sources
 from zeroshard.table.stages import row_of_stage
@@ -58,6 +59,37 @@ def test_gathers_that_nothing_hides_are_waited_for() -> None:
         for system in (SYSTEMS["deepspeed-3"], dataclasses.replace(SYSTEMS["deepspeed-3"], gathers_beside=True))
     )
     assert beside.film.exposed_s > after.film.exposed_s
+
+
+def test_matrices_that_are_exchanged_alone_and_again_after_recomputation() -> None:
+    system = dataclasses.replace(SYSTEMS["deepspeed-3"], piece_s=1e-5)
+    made = make_plan("gpt2-xl", world_size=16, seq=1024, device="a100", system=system, activations="recompute")
+    span, device, width = made.asked.spans["shard"], made.asked.device, 1600
+    each_s = [16e-5 + device.collective_s("gather", 2 * n * width**2, span) for n in (3, 1, 4, 4)]
+    found = [one.stop_s - one.start_s for one in made.film.lanes if one[0] == "gather" and one.what.endswith(".h.7")]
+    assert found == pytest.approx([sum(each_s), sum(each_s) + sum(each_s[:-1])])
+    reduced = [one for one in made.film.lanes if one.lane == "reduce" and one.what.endswith(".h.7")]
+    assert [one.stop_s - one.start_s for one in reduced] == pytest.approx([sum(each_s)])
+    # Nothing is computed meanwhile.
+    busy = [one for one in made.film.lanes if one.lane == "compute" and not one.is_exposed]
+    assert not any(one.start_s < reduced[0].stop_s and one.stop_s > reduced[0].start_s for one in busy)
+
+
+def test_exchanges_of_tensor_ranks_hide_behind_products() -> None:
+    device, span = DEVICES["h100-80"], DEVICES["h100-80"].spread(8)
+    system = dataclasses.replace(SYSTEMS["megatron-lm"], splits_products=True, exchange_part=0.0, host_part=0.0)
+    nbytes = 64 * 2**20
+    gather_s = device.collective_s("gather", nbytes, span)
+    for took_s in (3 * gather_s, gather_s / 2):
+        first, then = (Clock(device, "bfloat16", {"tensor": span}, system=system) for _ in range(2))
+        first.exchange("in", "gather", nbytes, "tensor")
+        first.compute("product", took_s)
+        then.compute("product", took_s)
+        then.exchange("out", "reduce", nbytes, "tensor")
+        # The part of one rank is there before, or left after, and what is longer than the product is seen.
+        for clock in (first, then):
+            assert clock.exposed_s == pytest.approx(gather_s - 7 / 8 * min(gather_s, took_s))
+            assert clock.now_s == pytest.approx(took_s + clock.exposed_s)
 
 
 def test_one_exchange_after_the_last_backward_is_exposed() -> None:

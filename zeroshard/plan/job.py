@@ -356,6 +356,7 @@ def job_of_shape(
         system=system,
         made=made,
         outer=options.foreseen(specs),
+        recomputes=any(isinstance(link, Recomputed) for link in options.row.activations.chain),
     )
     if options.pipe == 1:
         return job

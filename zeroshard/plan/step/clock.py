@@ -64,6 +64,10 @@ class Clock:
         self._buffers_s = [0.0] * PINNED
         self._seconds: dict[Cost, float] = {}
         self._system, self._queued_s = system, 0.0
+        self._last_s = 0.0
+        """Of the last kernel."""
+        self._ahead: tuple[str, float, float] | None = None
+        """What is gathered for the next kernel: a name, seconds, and the part of them that the kernel may hide."""
         self._queue_s = system.queue_s(device)
 
     def tick(self, event: Event) -> None:
@@ -90,11 +94,14 @@ class Clock:
         Args:
             least_s: of several kernels, from the moment that the host begins to queue them.
         """
+        if self._ahead is not None:
+            (gathered, gather_s, part), self._ahead = self._ahead, None
+            self.stall(gathered, gather_s - part * min(gather_s, took_s))
         begun_s = self._queued_s
         self._queued_s += launches * self._queue_s[0]
         stop_s = max(self.now_s + took_s, self._queued_s, begun_s + least_s)
         self.lanes.append(LaneSpan("compute", self.now_s, stop_s, what))
-        self.now_s = stop_s
+        self.now_s, self._last_s = stop_s, took_s
 
     def synchronize(self) -> None:
         """Let the host wait until the device has made all that is queued."""
@@ -119,7 +126,12 @@ class Clock:
         self.sent[f"{axis} {kind}"] += sent_of(kind, nbytes, span)
         each_s, node_s = self._system.blocked_s
         self._queued_s += self._queue_s[1] + span.ranks * (each_s + node_s * span.nodes)
-        self.stall(what, max(self._device.collective_s(kind, nbytes, span), self._queued_s - self.now_s))
+        took_s = max(self._device.collective_s(kind, nbytes, span), self._queued_s - self.now_s)
+        part = (1 - 1 / span.ranks) * (self._system.splits_products and axis == "tensor")
+        if part and kind == "gather":
+            self._ahead = what, took_s, part
+        else:
+            self.stall(what, took_s - part * (kind == "reduce") * min(took_s, self._last_s))
 
     def send(self, what: str, nbytes: int, axis: str) -> None:
         """Send to other ranks, and receive as much from them, which the compute lane waits for."""
@@ -149,6 +161,7 @@ class Clock:
         stop_s = start_s
         for kind, nbytes, axis in works:
             stop_s += self._device.collective_s(kind, nbytes, self._spans[axis])
+            stop_s += self._system.piece_s * self._spans[axis].ranks
         if stop_s > start_s:
             self.lanes.append(LaneSpan(lane, start_s, stop_s, what))
         self.free_s[lane] = stop_s

@@ -166,8 +166,9 @@ class Landing:
                 self._leaving.append((bucket, bucket.number not in self._summed))
             self._summed.add(bucket.number)
             nbytes = bucket.layout.full_numel * itemsize(bucket.formats.reduce)
-            is_summed = bucket.updates_all or self._job.system.sums_everywhere
-            works.append(("all-reduce" if is_summed else "reduce", nbytes, "shard"))
+            kind = "all-reduce" if bucket.updates_all or self._job.system.sums_everywhere else "reduce"
+            sizes = (numel * itemsize(bucket.formats.reduce) for numel in bucket.layout.numels)
+            works += [(kind, one, "shard") for one in self._job.system.exchanges(nbytes, sizes)]
             if bucket.replicas > 1:
                 shard_bytes = nbytes // bucket.layout.world_size
                 works.append(("all-reduce", shard_bytes, "replicate"))
@@ -176,6 +177,7 @@ class Landing:
             self._under_way.append(bucket)
         if self._job.system.reduces_beside:
             self._reduced_s = clock.collect("reduce", spec.name, works)
+            clock.wait("reductions", self._reduced_s * (self._job.system.piece_s > 0))
         else:
             self._later += works
         if self._job.wire.is_in_place:

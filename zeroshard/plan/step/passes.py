@@ -141,7 +141,11 @@ class Passes:
         storages = self._make_whole(spec)
         self._elsewhere.await_update(spec)
         brought_s = self._elsewhere.bring(spec)
-        gather = [("gather", spec.full_bytes, "shard")]
+        sizes = (n * itemsize(b.formats.param) for b in spec.buckets if b.is_gathered for n in b.layout.numels)
+        parts = self._job.system.exchanges(spec.full_bytes, sizes)
+        if self._job.recomputes and self._clock.phase == "backward":
+            parts += parts[:-1]
+        gather = [("gather", nbytes, "shard") for nbytes in parts]
         stop_s = self._clock.collect("gather", spec.name, gather, not_before_s=brought_s)
         if not self._job.system.gathers_beside:
             self._clock.wait(spec.name or "the root", stop_s)

@@ -165,6 +165,7 @@ class Job:
         made: what the first step makes and never gives back, as (what, bytes), by moment: "start", "forward",
             "backward"; "model" is there before.
         outer: what islands keep and exchange besides.
+        recomputes: whether backwards recompute activations.
     """
 
     units: Sequence[UnitSpec]
@@ -190,6 +191,7 @@ class Job:
     made: Mapping[str, Sequence[tuple[str, int]]] = field(default_factory=dict)
     outer: Foreseen = WITHOUT
     saved_buffer_bytes: int = 0
+    recomputes: bool = False
 
     @cached_property
     def told(self) -> Script:

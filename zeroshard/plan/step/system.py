@@ -4,6 +4,7 @@ Owns the record. A system names the row of the residency table and the formats t
 `plan/systems.py` has the systems by name, and their sources. Needs no torch.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Final, Literal, final
@@ -14,6 +15,8 @@ from zeroshard.plan.shape.transformer import Kernels
 __all__ = ["System", "ZEROSHARD", "device_of"]
 
 PLAIN_KERNELS: Final = Kernels()
+LEAST_MATRIX_BYTES: Final = 200_000
+"""Of a parameter that is exchanged alone: 1e5 elements in fp16 (DeepSpeed's stage3_param_persistence_threshold)."""
 
 
 @final
@@ -52,6 +55,10 @@ class System:
         message_s: seconds for which the host waits for the messages of a micro-batch in a pipe.
         blocked_s: seconds for which the host waits for a collective of the tensor ranks: for each of them, and for
             each of them and each of their nodes.
+        splits_products: whether products along "tensor" begin before all is gathered for them, and sums leave before
+            all are made, so that an exchange hides behind the kernel after or before, but for the part of one rank.
+        piece_s: if above 0, each matrix is gathered and reduced alone, and gathered again after its recomputation where
+            others follow it; the device waits for each, and the host takes so many seconds for each rank's part.
         node_factor: factor of the bandwidth between nodes that its exchanges reach.
         host_part, exchange_part: factors of the host's time to queue a kernel, and a collective.
         has_cudnn: whether attention is cuDNN's.
@@ -85,11 +92,21 @@ class System:
     cut: Literal["bytes", "even", "compute"] = "bytes"
     message_s: float = 0.0
     blocked_s: tuple[float, float] = (0.0, 0.0)
+    splits_products: bool = False
+    piece_s: float = 0.0
     node_factor: float = 1.0
     host_part: float = 0.5
     exchange_part: float = 0.5
     has_cudnn: bool = False
     attention_factor: float = 1.0
+
+    def exchanges(self, nbytes: int, sizes: Iterable[int]) -> list[int]:
+        """Return the bytes of each exchange of some parameters: one of all, or one of each matrix.
+
+        Args:
+            sizes: bytes of each parameter; small ones stay whole on each rank, where each is exchanged alone.
+        """
+        return [one for one in sizes if one >= LEAST_MATRIX_BYTES] if self.piece_s else [nbytes]
 
     def queue_s(self, device: Device) -> tuple[float, float]:
         """Return the seconds of the host for a kernel, and for a collective."""
