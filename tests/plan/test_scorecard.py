@@ -207,6 +207,23 @@ def test_a_batch_of_all_ranks_is_divided_over_them(batch: str, micro_batches: in
     assert (options.batch, options.micro_batches) == (2, micro_batches)
 
 
+@pytest.mark.parametrize(
+    ("model", "layers", "hidden", "billions", "recomputed"),
+    [("llama2-13B", 40, 5120, 13.0, 13), ("llama2-34B", 48, 8192, 33.7, 48), ("llama2-70B", 80, 8192, 69.0, 80)],
+)
+def test_llama_2_with_selective_recomputation(
+    model: str, layers: int, hidden: int, billions: float, recomputed: int
+) -> None:
+    row = dict.fromkeys(next(csv.DictReader(SAMPLE.open())), "")
+    sizes = {"layers": layers, "hidden": hidden, "vocab": 32000, "seq": 4096, "dp": 128, "micro_batch": 2}
+    row |= {key: str(value) for key, value in sizes.items()}
+    row |= {"source": "foundation-model-stack/fms-fsdp README", "gpu": "A100-80GB-SXM", "zero_stage": "3"}
+    run = run_of(row | {"model": model, "recompute": "selective", "measured_metric": "mfu"})
+    assert run.shape.numel() == pytest.approx(1e9 * billions, rel=0.01)
+    cell = run.options.row.activations
+    assert sum(cell.of_unit(f"model.layers.{layer}") != () for layer in range(layers)) == recomputed
+
+
 def test_a_row_without_a_batch_says_so() -> None:
     row = next(one for one in cards._read(SAMPLE) if one["source"].startswith("mosaicml"))
     assert cards._planned({**row, "micro_batch": ""}) == "the row has no micro_batch"

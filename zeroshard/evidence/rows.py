@@ -16,6 +16,7 @@ from zeroshard.evidence.sources import Source, assumed, known_sources, version_o
 from zeroshard.plan.job import Options, check_options, check_shape
 from zeroshard.plan.machine.hardware import Device
 from zeroshard.plan.machine.presets import device_named
+from zeroshard.plan.named import own_units
 from zeroshard.plan.shape.shapes import Transformer, gpt
 from zeroshard.plan.step.system import System
 from zeroshard.table.activations import Activations, Recomputed
@@ -26,8 +27,8 @@ __all__ = ["NotPlannedError", "Run", "run_of"]
 _INNER: Final = MappingProxyType({2048: 8192, 3072: 8192, 4096: 14336, 8192: 28672})
 """Widths of the playbook's MLPs, by hidden width (nanotron, scaling_benchmarks.py: `model_configs`)."""
 _LLAMA_INNER: Final = MappingProxyType({8192: 28672, 16384: 53248, 3072: 8192, 2048: 5632, 4096: 14336})
-_LLAMA2: Final = MappingProxyType({4096: (11008, 32), 5120: (13824, 40), 8192: (28672, 8)})
-"""Llama 2 (and Code Llama 34B): widths of the MLP, and heads of keys and values."""
+_LLAMA2: Final = MappingProxyType({32: (11008, 32), 40: (13824, 40), 48: (22016, 8), 80: (28672, 8)})
+"""Llama 2 (and Code Llama 34B), by number of layers: widths of the MLP, and heads of keys and values."""
 DEVICES_NAMED: Final = (
     *(("A100-40", "a100-40"), ("A100", "a100-80"), ("H100", "h100-80"), ("V100", "v100-32"), ("GB200", "gb200")),
     *(("B200", "b200"), ("GB300", "gb300"), ("B300", "b300"), ("RTX4090", "rtx4090"), ("A10G", "a10g")),
@@ -95,13 +96,21 @@ def _shape(name: str, system: str, layers: int, hidden: int, heads: int, vocabul
             sequence=sequence, is_tied=inner < 10_000,
         )  # fmt: skip
     sizes = _LLAMA2 if low.startswith("llama2") else {}
-    inner, kv_heads = sizes.get(hidden, (_LLAMA_INNER.get(hidden, 0), 4 if low.startswith("tiny") else 8))
+    inner, kv_heads = sizes.get(layers, (_LLAMA_INNER.get(hidden, 0), 4 if low.startswith("tiny") else 8))
     if not inner:
         raise NotPlannedError(f"no width of the MLP is known for {name}")
     return Transformer(
         name=name, layers=layers, hidden=hidden, heads=heads, kv_heads=kv_heads, vocabulary=vocabulary,
         inner=inner, sequence=sequence, is_tied=hidden == 3072,
     )  # fmt: skip
+
+
+def _activations(recompute: str, known: Source, shape: Transformer) -> Activations:
+    """Return what a row says of activations: kept, recomputed, or recomputed in one of some blocks."""
+    if recompute == "selective" and (each := known.selective.get(shape.name, 1)) > 1:
+        blocks = [name for name in own_units(shape) if name.rpartition(".")[2].isdecimal()]
+        return Activations((), tuple((name, (Recomputed(),)) for name in blocks[each // 2 :: each]))
+    return Activations((Recomputed(),) * (recompute not in KEPT))
 
 
 def run_of(row: Mapping[str, str], sources: Sequence[Source] = ()) -> Run:
@@ -136,7 +145,7 @@ def run_of(row: Mapping[str, str], sources: Sequence[Source] = ()) -> Run:
     precision = "paper" if device.name == "v100-32" else system.precision or "bf16"
     asked = _whole(row, "zero_stage", 0) if system.stage is None or row["zero_stage"] else system.stage
     residency = row_of_stage(asked if data > 1 else 0)
-    is_treated, treated = row["recompute"] not in KEPT, CONFIGURATIONS.get(row["recompute"][:2])
+    treated = CONFIGURATIONS.get(row["recompute"][:2])
     options = Options(
         world_size=data * tensor * pipe,
         device=device,
@@ -144,7 +153,7 @@ def run_of(row: Mapping[str, str], sources: Sequence[Source] = ()) -> Run:
         sequence=sequence,
         row=dataclasses.replace(
             residency,
-            activations=treated.activations if treated else Activations((Recomputed(),) * is_treated),
+            activations=treated.activations if treated else _activations(row["recompute"], known, shape),
         ),
         precision=precision,
         replicas=max(1, data // device.node_ranks) if row["zero_stage"].endswith("hsdp") else 1,

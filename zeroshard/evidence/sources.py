@@ -36,6 +36,7 @@ class Source:
         columns: values of columns that the rows leave empty, with what says so in `because`.
         unscored: why its rows cannot be planned, if they cannot.
         device: fields of `Device` of its machines that differ from those of the preset.
+        selective: by model, of how many blocks one is recomputed where rows say "selective"; all are by default.
     """
 
     source: str
@@ -45,6 +46,7 @@ class Source:
     because: str = ""
     unscored: str = ""
     device: Mapping[str, float] = field(default_factory=dict)
+    selective: Mapping[str, int] = field(default_factory=dict)
 
     def made(self) -> System:
         """Return the system.
