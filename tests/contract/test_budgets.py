@@ -37,6 +37,11 @@ PLANNED = {
     "exchanges of other programs: each matrix alone, or beside products": 25,
 }
 """Lines of plans that silent faults and slow searches have added since the budgets were set."""
+SHOWN = {
+    "reductions of the ZeRO paper's program": 24,
+    "recomputation of one block in some": 3,
+}
+"""Lines of published runs that were misread, or whose programs were, since the budgets were set."""
 ADMITTED = {
     "optimizers that are not known see shapes where nothing is cut": 12,
     "wrappers without hooks": 6,
@@ -48,7 +53,7 @@ BUDGETS = {
     CORE: 5120,
     ENGINE: 11903,
     ("plan",): 6607 + PLAYED + sum(PLANNED.values()),
-    ("evidence",): 1830 - PLAYED,
+    ("evidence",): 1830 - PLAYED + sum(SHOWN.values()),
     ("optim",): 1040 + sum(ADMITTED.values()),
 }
 """Lines of code by rooms."""

@@ -14,14 +14,18 @@ Note: what is assumed, and why
     Software: kernels of that time reached less than the roofline. The factor is from another paper: Megatron-LM's 1.2
     billion parameters on one V100 reached 39 teraFLOPS. `software_part` is the ratio of that number and the planner's
     prediction of that run; it slows every kernel here.
-    Many ranks: the slowest of N sets the pace, `1 + STRAGGLING * sqrt(2 ln N)`, the expected maximum of N normal times.
+    Gradients of P_os+g: ranks own equal parts of the matrices' elements, and of the vectors'. In the order of a
+    backward, what one rank owns of a gradient is reduced to it alone, in the stream of the kernels: a chain over all
+    ranks, which a reduction fills chunk by chunk before its last rank has the first.
     Operations are counted as in Megatron-LM: 8 per parameter and token, for two forwards and a backward.
 
-Source: Megatron-LM, mpu/transformer.py of 2019; NCCL 2.8, src/graph/tuning.cc; DeepSpeed's documentation of
-reduce_bucket_size and allgather_bucket_size.
+Source: Megatron-LM, mpu/transformer.py of 2019; NCCL 2.8, src/graph/tuning.cc, src/include/collectives.h and
+src/init.cc (buffers of 4 MiB, filled in 8 steps); DeepSpeed's documentation of reduce_bucket_size and
+allgather_bucket_size, and its version 0.2, of May 2020: `average_tensor` of pt/deepspeed_zero_optimizer.py, with its
+defaults `reduce_scatter` and no `overlap_comm`.
 """
 
-import math
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
@@ -38,6 +42,7 @@ from zeroshard.plan.shape.transformer import Kernels, Workload, tapes
 from zeroshard.plan.step.film import Film
 from zeroshard.plan.step.rank_job import Call, Job
 from zeroshard.plan.step.simulate import make_film
+from zeroshard.plan.step.system import ZEROSHARD, System
 from zeroshard.table.activations import Offloaded, Partitioned, Recomputed, Treated
 from zeroshard.table.cells import Residency
 from zeroshard.table.stages import CONFIGURATIONS, STAGES
@@ -53,9 +58,11 @@ __all__ = [
     "Outcome",
     "ROWS",
     "film_of",
+    "filling_s",
     "model_of",
     "outcome_of",
     "parts_of",
+    "reductions_of",
     "row_of",
     "software_part",
 ]
@@ -84,8 +91,12 @@ GROUPS: Final = 3
 """Number of communicators of a rank: for all ranks, for model-parallel ranks, and for data-parallel ranks."""
 BUDGET_BYTES: Final = DGX_2.memory_bytes - DGX_2.context_bytes - GROUPS * DGX_2.communicator_bytes
 """Bytes available to the allocator."""
-STRAGGLING: Final = 0.015
-"""Standard deviation of ranks' step times, as a fraction of the step time."""
+CHUNK_BYTES: Final = 4 * 2**20 // 8
+"""Of a reduction, which a rank passes on at once in a ring of NCCL."""
+VECTOR: Final = 8
+"""Times the hidden size, more than any bias or norm has elements."""
+RINGS: Final = 8
+"""Of a collective of whole nodes, with a part of its bytes each: one for each adapter."""
 ROWS: Final[Mapping[str, Residency]] = MappingProxyType(
     dict(zip(("baseline", "P_os", "P_os+g", "P_os+g+p"), STAGES.values(), strict=True))
 )
@@ -100,13 +111,13 @@ class Assumptions:
 
     Args:
         is_slowed: whether kernels reach only `software_part()` of the roofline.
-        straggling: standard deviation of ranks' step times, as a fraction of the step time.
+        reduces_alone: whether what a rank owns of a gradient is reduced alone, in the stream of the kernels.
         has_preset_latencies: whether to use the latencies of the preset "v100-32".
     """
 
     name: str = "as the note says"
     is_slowed: bool = True
-    straggling: float = STRAGGLING
+    reduces_alone: bool = True
     has_preset_latencies: bool = False
 
 
@@ -119,7 +130,7 @@ class Outcome:
     """A predicted run.
 
     Args:
-        step_s: seconds of a step, including stragglers.
+        step_s: seconds of a step.
         state_bytes: bytes of parameters, gradients and states of a rank.
         peak_bytes: peak of a rank, including constant buffers.
         teraflops: teraFLOPS per device.
@@ -161,7 +172,9 @@ def parts_of(model: Transformer, load: Workload, row: Residency) -> dict[str, Pa
     return found
 
 
-def film_of(run: Run, device: Device = DGX_2, seconds: Callable[[Cost], float] | None = None) -> Film:
+def film_of(
+    run: Run, device: Device = DGX_2, seconds: Callable[[Cost], float] | None = None, system: System = ZEROSHARD
+) -> Film:
     """Simulate a step of the first rank of a run.
 
     Args:
@@ -184,6 +197,7 @@ def film_of(run: Run, device: Device = DGX_2, seconds: Callable[[Cost], float] |
         spans={"shard": device.spread(ranks, run.tensor), "tensor": device.spread(run.tensor)},
         keeps_gradients=True,
         seconds=seconds,
+        system=system,
     )
     return make_film(job)
 
@@ -203,25 +217,52 @@ def software_part() -> float:
     return film_of(MEGATRON, device).step_s * MEGATRON.published * 1e12 / operations_of(MEGATRON)
 
 
-@cache
-def _simulated(run: Run, *, is_slowed: bool, has_preset_latencies: bool) -> tuple[float, int, int]:
-    """Return (seconds of a step, bytes of model states, peak bytes); caching whole films would take too much memory."""
-    part, device = software_part() if is_slowed else 1.0, DGX_2
-    if has_preset_latencies:
-        preset = DEVICES["v100-32"]
-        device = replace(device, hop_s=preset.hop_s, node_hop_s=preset.node_hop_s)
-    film = film_of(run, device, seconds=lambda cost: device.kernel_s(cost, "float16") / part)
-    resident = film.resident_bytes
-    return film.step_s, sum(resident[column] for column in ("parameters", "gradients", "states")), film.peak[0]
+def reductions_of(run: Run) -> list[int]:
+    """Return the elements of each reduction of a backward: what a rank owns of a gradient, and of those beside it."""
+    sizes = [numel for parameters in own_units(model_of(run), run.tensor).values() for _, numel in parameters]
+    sums, found, last = Counter[bool](), list[int](), (False, -1)
+    for numel in sizes:
+        sums[numel > VECTOR * run.hidden] += numel
+    ends, ranks = sums.copy(), run.devices // run.tensor
+    for numel in reversed(sizes):
+        group = numel > VECTOR * run.hidden
+        stop, owned = ends[group], -(-sums[group] // ranks)
+        ends[group] = start = stop - numel
+        for rank in range(start // owned, (stop - 1) // owned + 1):
+            before = found.pop() if last == (group, rank) else 0
+            found.append(before + min(stop, (rank + 1) * owned) - max(start, rank * owned))
+            last = group, rank
+    return found
+
+
+def filling_s(run: Run, device: Device) -> float:
+    """Return the seconds in which the chains of a backward's reductions fill, beside those in which they run."""
+    span = device.spread(run.devices // run.tensor, run.tensor)
+    beside, within = span.nodes - 1, span.ranks - span.nodes
+    node = device.node_bytes_per_s * device.node_part / span.sharing
+    rings = max(1, RINGS * span.per_node // device.node_ranks)
+    chunks = [min(CHUNK_BYTES * rings, 2 * numel) for numel in reductions_of(run)]
+    hops_s = beside * device.node_hop_s + within * device.hop_s
+    each_s = beside / node + within / (device.link_bytes_per_s * device.link_part)
+    return len(chunks) * hops_s + sum(chunks) * each_s
 
 
 @cache
 def outcome_of(run: Run, given: Assumptions = AS_SAID) -> Outcome:
     """Predict a run."""
-    alone_s, state_bytes, peak_bytes = _simulated(
-        run, is_slowed=given.is_slowed, has_preset_latencies=given.has_preset_latencies
+    part, device, row = software_part() if given.is_slowed else 1.0, DGX_2, row_of(run.row)
+    if given.has_preset_latencies:
+        preset = DEVICES["v100-32"]
+        device = replace(device, hop_s=preset.hop_s, node_hop_s=preset.node_hop_s)
+    is_alone = given.reduces_alone and row.cuts_gradients and not row.cuts_parameters
+    film = film_of(
+        run,
+        device,
+        lambda cost: device.kernel_s(cost, "float16") / part,
+        replace(ZEROSHARD, reduces_beside=not is_alone),
     )
-    step_s = alone_s * (1 + given.straggling * math.sqrt(2 * math.log(run.devices)))
+    step_s, peak_bytes = film.step_s + is_alone * filling_s(run, device), film.peak[0]
+    state_bytes = sum(film.resident_bytes[column] for column in ("parameters", "gradients", "states"))
     # Megatron-LM and torch's DistributedDataParallel have other buffers, at most of the gradients' size.
     peak_bytes += CB_BYTES if run.row in CONFIGURATIONS else 0
     return Outcome(step_s, state_bytes, peak_bytes, operations_of(run) / step_s / 1e12)
