@@ -74,7 +74,7 @@ ADDED = {
     "meshes that are a part of the launch, and the axis pipe": 139,
     "parts of a pipe, and their micro-batches in flight": 58,
     "events of updates, copies, files, replicas and waits": 41,
-    "what ranks along the axis tensor have alike": 18,
+    "what ranks along the axis tensor have alike, whole states with it": 19,
     "first values of split parameters, hooks that hold no engine": 24,
     "hooks of saved tensors do not outlive an interrupted forward": 13,
     "recomputations read the buffers of their forward": 16,

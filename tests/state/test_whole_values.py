@@ -150,6 +150,56 @@ def test_whole_values_are_written_back() -> None:
     run_ranks(each, WORLD, write, [(stage, {}) for stage in third([3, 1, 0, 2])], timeout_s=3 * TIMEOUT_S)
 
 
+def write_uneven(stage: int, whole: bool) -> None:
+    """Train a layer of five rows, of which the ranks along "tensor" have three and two, and halve all values."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tensor"))
+    torch.manual_seed(0)
+    model, plain = nn.Linear(WIDTH, 5), nn.Linear(WIDTH, 5)
+    plain.load_state_dict(model.state_dict())
+    parallelize_module(model, mesh["tensor"], ColwiseParallel(output_layouts=Replicate()))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    other = torch.optim.AdamW(plain.parameters(), lr=0.01)
+    zero = zs.shard(model, optimizer, stage=stage, mesh=mesh, settings=zs.Settings(watchdog_s=WATCHDOG_S))
+    for _ in range(2):
+        model(randn(3, WIDTH, key=(1,))).square().mean().backward()
+        plain(randn(3, WIDTH, key=(1,))).square().mean().backward()
+        for one in (optimizer, other):
+            one.step()
+            one.zero_grad()
+        with zero.gathered(writeback=True, states=True, whole=whole), torch.no_grad():
+            for tensor in [*model.parameters(), *(state["exp_avg"] for state in optimizer.state.values())]:
+                tensor.mul_(0.5 if zero.mesh.shard_rank == 0 else 3.0)
+        with torch.no_grad():
+            for tensor in [*plain.parameters(), *(state["exp_avg"] for state in other.state.values())]:
+                tensor.mul_(0.5)
+    with zero.gathered(whole=True, states=True):
+        found = (model.state_dict(), optimizer.state_dict()["state"])
+        assert_same((plain.state_dict(), other.state_dict()["state"]), found, relative=1e-5)
+        del found
+
+
+def test_parts_of_different_sizes_are_written_back() -> None:
+    cases = [(3, True), *third([(1, False), (0, True), (2, False)])]
+    run_ranks(each, WORLD, write_uneven, cases, timeout_s=2 * TIMEOUT_S)
+
+
+def differ() -> str:
+    """Have another state on one rank, in a context that changes no parameter."""
+    run = Run(1)
+    run.step()
+    with pytest.raises(zs.RankMismatchError) as error, run.zero.gathered(whole=True, writeback=True, states=True):
+        state = run.optimizer.state[run.model.norm.weight]
+        if dist.get_rank():
+            state["exp_avg"] = torch.zeros(WIDTH + 1)
+    run.step()
+    return str(error.value)
+
+
+def test_a_refused_write_back_changes_no_parameter() -> None:
+    for text in run_ranks(differ, WORLD, timeout_s=TIMEOUT_S):
+        assert "Buffers or optimizer states differ in names or shapes between ranks" in text
+
+
 def change(stage: int) -> list[str]:
     run, texts = Run(stage), []
     for what in ("value", "state", "object", "object, writeback"):

@@ -135,7 +135,10 @@ def _take_back(one: _Whole, engine: Engine, *, writeback: bool, tells: bool) -> 
     is_ignored = isinstance(one.plain, nn.Parameter) and not isinstance(one.split, ShardedParameter)
     if writeback and not is_ignored:
         engine.comm.broadcast(one.plain.data, f"the whole '{_name(one.split)}'", "state")
-        one.split.copy_(_split(one.plain.data, one.split))
+        values = _split(one.plain.data, one.split)
+        # An equal value is no change, should `gathered()` refuse to write back what it compares after this.
+        if not torch.equal(values.to_local(), one.split.to_local()):
+            one.split.copy_(values)
     elif is_ignored and is_changed:
         one.split.copy_(_split(one.plain.data, one.split))  # each rank's own
     elif is_changed and tells:

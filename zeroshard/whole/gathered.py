@@ -165,7 +165,9 @@ def _spread(engine: Engine, model: nn.Module, expanded: Sequence["WholeStates"])
     """Broadcast parameters, buffers and states of rank 0, and keep this rank's part."""
     buffers = [(name, buffer.data, False) for name, buffer in model.named_buffers()]
     named = [state for one in expanded for state in one.tensors()]
-    shapes = ";".join(f"{name}{tuple(t.shape)}" for name, t, _ in [*named, *buffers])
+    # Shapes of whole states: parts of a dimension that the tensor axis does not divide differ between ranks.
+    states = sorted((name, tuple(value.shape)) for one in expanded for name, value in one.held())
+    shapes = repr([*states, *((name, tuple(buffer.shape)) for name, buffer, _ in buffers)])
     least, greatest = engine.order.barrier("the end of gathered(writeback=True)", zlib.crc32(shapes.encode()))
     if least != greatest:
         raise RankMismatchError(
