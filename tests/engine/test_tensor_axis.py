@@ -846,7 +846,9 @@ def refuse(case: str) -> str:
         model.head.register_buffer("scale", distribute_tensor(torch.ones(2), mesh["tensor"], [Shard(0)]))
     elif case == "without mesh":
         given = None
-    if case in ("too small", "without mesh", "other mesh"):
+    elif case == "one rank":
+        given = mesh = mesh_of((4, 1), AXES)
+    if case in ("too small", "without mesh", "other mesh", "one rank"):
         parallelize_module(model, mesh["shard" if case == "other mesh" else "tensor"], {"head": ColwiseParallel()})
     kept = {name: type(p) for name, p in model.named_parameters()}
     with pytest.raises((ValueError, TypeError)) as error:
@@ -862,7 +864,8 @@ REFUSALS = {
     "too small": r"'head.weight' \(1, 16\) has no part for 1 of 2 ranks: .* up to 1 of the 1 indices of dimension 0",
     "other mesh": r"'head.weight' is a DTensor over ranks \(0, 2\), and the axis 'tensor' of mesh= has \(0, 1\)",
     "buffer": "Buffer 'head.scale' is a DTensor",
-    "without mesh": r"'head.weight' is a DTensor, but the mesh has no axis 'tensor'.*mesh=.*parallelize_module",
+    "without mesh": r"'head.weight' is a DTensor, but the mesh has no axis 'tensor' of two .*mesh=.*parallelize_module",
+    "one rank": "leave that call out where the axis has one rank",
 }
 
 

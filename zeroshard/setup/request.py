@@ -286,9 +286,9 @@ def _check_model(model: nn.Module, forward_methods: Sequence[str], mesh: Mesh, a
             )
         if type(parameter).__name__ == "DTensor" and len(mesh.tensor_ranks) == 1:
             raise TypeError(
-                f"Parameter '{name}' is a DTensor, but the mesh has no axis 'tensor'. Pass to zs.shard(mesh=...) the "
-                "mesh whose mesh['tensor'] was passed to parallelize_module(); instead of fully_shard(), use the "
-                "plain model."
+                f"Parameter '{name}' is a DTensor, but the mesh has no axis 'tensor' of two or more ranks. Pass to "
+                "zs.shard(mesh=...) the mesh whose mesh['tensor'] was passed to parallelize_module(), and leave that "
+                "call out where the axis has one rank; instead of fully_shard(), use the plain model."
             )
         if type(parameter) is not nn.Parameter and type(parameter).__name__ != "DTensor":
             raise TypeError(
