@@ -45,7 +45,7 @@ def remedy_for(parameter: torch.Tensor, name: str, what: str = "") -> str:
         name: name of the parameter in the sharded model.
         what: name of the function that reads the parameter.
     """
-    method = ""
+    methods: list[str] = []
     for frame in _frames():
         code, owner = frame.f_code.co_name, _self_of(frame)
         if isinstance(owner, torch.optim.Optimizer):
@@ -65,7 +65,7 @@ def remedy_for(parameter: torch.Tensor, name: str, what: str = "") -> str:
         if isinstance(owner, nn.Module):
             if code in CONVERSIONS:
                 return "Move and convert the model before zs.shard(), and build the optimizer after that."
-            method = _path_of(owner, code, parameter, name) or method
+            methods += filter(None, [_path_of(owner, code, parameter, name)])
     plain = (
         "Use `with zero.gathered():` around the code that reads parameters (`writeback=True` to change them); every "
         "rank must enter it. Move, convert, resize or initialize the model before zs.shard()."
@@ -78,16 +78,20 @@ def remedy_for(parameter: torch.Tensor, name: str, what: str = "") -> str:
     if what in COPIES:
         return f"For an average of parameters, zero.ema(decay) keeps a sharded one. {plain}"
     module = name.rpartition(".")[0]
-    if what in COMPUTES and module and not method:
+    if what in COMPUTES and module and not methods:
         return (
             f"To compute with it after the forward, call the module that holds it (`model.{module}(...)`), name a "
             f"method of it in zs.shard(settings=zs.Settings(forward_methods=('{module}.forward',))), or keep its unit "
             f"whole: zs.shard(parameters={{'{module}': 'replicated'}}), or stage=2. {plain}"
         )
-    if method:
+    if methods:
+        method, inner = methods[-1], ""
+        if len(methods) > 1:
+            inner = f" If '{method}' runs backward() itself, name {methods[-2]!r} instead."
         return (
             f"It was read in '{method}', called outside a forward of the model: name that in "
-            f"zs.shard(settings=zs.Settings(forward_methods=({method!r},))), and it trains as `forward` does. {plain}"
+            f"zs.shard(settings=zs.Settings(forward_methods=({method!r},))), and it trains as `forward` does.{inner} "
+            f"{plain}"
         )
     return plain
 

@@ -392,17 +392,21 @@ def test_a_resume_leaves_generators_as_ddp_does(tmp_path: Path) -> None:
 
 
 class TwoNets(lightning.LightningModule):
-    """Trains two nets in turn, each with an optimizer of its own, and freezes the other one by its groups."""
+    """Trains two nets in turn, each with an optimizer of its own, and freezes the other one by its groups.
+
+    The head is in no block, and `training_step` calls it.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second, self.losses = net(), net(), []
+        self.heads = nn.ModuleList([nn.Linear(WIDTH, 2)])
         self.automatic_optimization = False
 
     def training_step(self, batch: torch.Tensor, _: int) -> None:
         for optimizer in self.optimizers():
             self.toggle_optimizer(optimizer)
-            loss = self.second(self.first(batch)).square().mean()
+            loss = self.heads[0](self.second(self.first(batch))).square().mean()
             self.manual_backward(loss)
             optimizer.step()
             optimizer.zero_grad()
@@ -410,7 +414,8 @@ class TwoNets(lightning.LightningModule):
             self.losses.append(loss.item())
 
     def configure_optimizers(self) -> Any:
-        return [torch.optim.AdamW(one.parameters(), lr=1e-2) for one in (self.first, self.second)]
+        parts = self.first, nn.ModuleList([self.second, self.heads])
+        return [torch.optim.AdamW(one.parameters(), lr=1e-2) for one in parts]
 
 
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "enable_model_summary": False}

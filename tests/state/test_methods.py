@@ -203,7 +203,7 @@ def read_apply(model: Any, x: Tensor) -> Any:
 
 
 REMEDIES = {
-    read_alone: "forward_methods=('classify',)",
+    read_alone: "('classify',))), and it trains as `forward` does. If 'classify' runs backward() itself, name 'head.f",
     read_head: "forward_methods=('head.forward',)",
     read_average: "zero.ema(decay)",
     read_ema: "zero.ema(decay)",

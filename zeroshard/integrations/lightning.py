@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import zeroshard as zs
+from zeroshard.describe.blocks import members
 from zeroshard.integrations.parts import FOLDER, load_in, of_step, options_with, remove_others, save_in
 
 try:
@@ -31,7 +32,7 @@ __all__ = ["FabricStrategy", "ZeroStrategy"]
 VALUES: Final = "lightning.ckpt"
 """The file of the Trainer's own values in the folder of a checkpoint."""
 EVALUATIONS: Final = ("validation_step", "test_step", "predict_step")
-"""Methods of a LightningModule that run the model; `training_step` does if it runs no backward of its own."""
+"""Methods of a LightningModule that run the model, besides those of `_training_methods`."""
 
 
 def _check_precision(name: str, precision: Any) -> None:
@@ -172,6 +173,15 @@ def _check_callbacks(trainer: Any) -> None:
             )
 
 
+def _training_methods(model: Any) -> tuple[str, ...]:
+    """Return the methods that run the model in training: a `training_step` with a backward of its own calls modules."""
+    if model.automatic_optimization:
+        return ("training_step",)
+    children = [members(child, f"{name}.") for name, child in model.named_children()]
+    called = [name for one in children for part, name in one.items() if any(True for _ in part.parameters())]
+    return tuple(f"{name}.forward" for name in called)
+
+
 class _InParts(MutableMapping[str, Any]):
     """The parameters in what hooks see of a checkpoint: an error, because they are saved and loaded in parts."""
 
@@ -221,8 +231,9 @@ class ZeroStrategy(DDPStrategy):  # type: ignore[misc]
         self.zero, self.optimizers, self.lr_scheduler_configs = made
         if self.zero is None:
             super().setup(trainer)
-            steps = EVALUATIONS + ("training_step",) * model.automatic_optimization
-            self.zero = zs.shard(model, self.optimizers or None, **options_with(self._asked, *steps))
+            self.zero = zs.shard(
+                model, self.optimizers or None, **options_with(self._asked, *EVALUATIONS, *_training_methods(model))
+            )
         else:
             self.accelerator.setup(trainer)  # the model is where it was
             if trainer.state.fn == "fit" and not self.optimizers:
