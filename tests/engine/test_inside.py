@@ -168,6 +168,23 @@ def test_training_goes_on_after_a_refused_step(stage: int) -> None:
             assert loss == plain[rank]
 
 
+def update_by_another_optimizer(stage: int) -> str:
+    """Step an optimizer that zeroshard does not know when a gradient has arrived, and drop the gradient."""
+    model = models.build(models.Stack)
+    zs.shard(model, stage=stage, settings=zs.Settings(watchdog_s=WATCHDOG_S))
+    for parameter in model.parameters():
+        other = torch.optim.SGD([parameter], lr=0.1)
+        parameter.register_post_accumulate_grad_hook(lambda _, other=other: (other.step(), other.zero_grad()))
+    return tried(lambda: models.stack_loss(model, 0, dist.get_rank()).backward())
+
+
+@pytest.mark.product
+@pytest.mark.parametrize("stage", STAGES)
+def test_an_optimizer_in_the_backward_is_refused_as_that(stage: int) -> None:
+    for text in run_ranks(update_by_another_optimizer, 2, stage, timeout_s=TIMEOUT_S):
+        assert "inside a backward" in text and "Wait until backward() returns" in text and "distributed" not in text
+
+
 def loss_of_plain_training() -> float:
     model = models.build(models.Stack)
     optimizer = models.sgd(model)

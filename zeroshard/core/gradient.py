@@ -368,9 +368,10 @@ def _change(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _refusal(what: str, gradient: "LogicalGradient | MasterGradient") -> RuntimeError:
-    """Return the error for a function that cannot run on this rank's elements."""
+    """Return the error for a function that cannot run on this rank's elements; inside a backward, that is the cause."""
     slot = gradient._slot
-    owner = slot.owner()
+    if (owner := slot.owner()) is not None:
+        owner.check_outside_backward(f"`{what}` with the gradient of '{slot.name}', as in an optimizer's step,")
     return RuntimeError(
         f"{owner.mesh if owner else ''} The gradient of '{slot.name}' {tuple(slot.parameter.shape)} is distributed "
         f"over ranks, so `{what}` cannot run on it here. Norms of all elements, clip_grad_norm_, clip_grad_value_, "
