@@ -289,6 +289,23 @@ def transform(model: nn.Module) -> None:
     torch.func.grad(lambda x: model(x).sum())(models.features(0, dist.get_rank()))
 
 
+def transform_inside(model: nn.Module) -> None:
+    """Gradients of each sample, in the forward."""
+
+    def loss(values: Any, x: Tensor) -> Tensor:
+        return torch.func.functional_call(model.head, values, (x,)).sum()
+
+    def each(module: nn.Module, args: Any, output: Tensor) -> None:
+        values = {name: p.detach() for name, p in model.head.named_parameters()}
+        torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(values, output.detach())
+
+    hook = model.stem.register_forward_hook(each)
+    try:
+        model(models.features(0, dist.get_rank()))
+    finally:
+        hook.remove()
+
+
 def hessian(model: nn.Module) -> None:
     torch.func.hessian(lambda x: model(x).sum())(models.features(0, dist.get_rank())[0])
 
@@ -350,6 +367,11 @@ class Recomputed(models.Block):
 
 REFUSED: dict[str, tuple[Callable[..., None], tuple[int, ...], str]] = {
     "torch.func.grad": (transform, (3,), "torch.func.grad"),
+    "torch.func.grad inside forward": (
+        transform_inside,
+        (3,),
+        "torch.autograd.grad, or keep parameters whole (stage=2",
+    ),
     "torch.func.hessian": (hessian, (3,), "torch.func.grad"),
     "functional_call": (functional_call, (3,), "functional_call() with another tensor for 'stem.weight'"),
     "an inner step": (inner_step, (3,), "run it in the model's forward, or keep parameters whole (stage=2"),
@@ -384,7 +406,7 @@ def refuse(shared_memory: bool) -> list[tuple[str, int, str, list[bool]]]:
                         others = {graph_over_a_step: [optimizer], backward_after_gathered: [zero]}
                         action(model, *others.get(action, []))
                     except RuntimeError as error:
-                        text = str(error)
+                        text = "\n".join([str(error), *getattr(error, "__notes__", [])])
                     optimizer.zero_grad()
                 for step in range(2):
                     models.stack_loss(model, step, dist.get_rank()).backward()

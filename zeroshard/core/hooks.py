@@ -4,6 +4,7 @@ The engine handles the events, and `setup/wiring.py` registers the hooks. Hooks 
 module gets inert hooks instead of a second engine.
 """
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, final
@@ -149,7 +150,19 @@ class Exit(Eager):
     def _run(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if self._engine.gathered is not None:
             self._end_with_context(output)
+        elif self._engine.has_frames and (error := sys.exception()) is not None:
+            self._explain(error)
         self._engine.exit(module, output)
+
+    def _explain(self, error: BaseException) -> None:
+        """Add to torch's error for a transform inside a forward, which nothing can replace there, why and what else."""
+        if "support saved tensor hooks" in str(error) and not hasattr(error, "__notes__"):
+            error.add_note(
+                f"{self._engine.mesh} torch.func.grad, vjp, jacrev and hessian refuse the hooks on saved tensors that "
+                "this forward has, which gather parameters for a backward or treat activations. Use "
+                "torch.autograd.grad, or keep parameters whole (stage=2, or parameters='replicated') and activations "
+                "as they are."
+            )
 
     def _end_with_context(self, output: Any) -> None:
         """Let a backward through a forward under `gathered()` raise after it: the graph would read released memory."""
