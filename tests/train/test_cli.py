@@ -488,6 +488,29 @@ def test_two_ranks_through_the_launcher(tmp_path):
     assert summary["wall_s"] > summary["train_s"]
 
 
+def _launch(folder, rank):
+    """Launch two ranks whose command line is `rank`, in a copy of the package that the launcher alone knows."""
+    package = folder / "here" / "zeroshard"
+    package.mkdir(parents=True)
+    for path in (ROOT / "zeroshard").iterdir():
+        (package / path.name).symlink_to(path)
+    (package / "cli.py").unlink()
+    (package / "cli.py").write_text(f"import os, signal, time\ndef main():\n    {rank}\n")
+    text = f"""
+import signal, sys
+sys.path.insert(0, "here")
+from zeroshard.train.launch import launch_ranks
+print(*launch_ranks(2, [], patience_s=9))
+"""
+    return _start("-P", "-c", text, cwd=folder).communicate(timeout=90)
+
+
+def test_ranks_import_from_where_their_launcher_does(tmp_path):
+    """Not from the current folder, with a module named like one of Python's."""
+    (tmp_path / "signal.py").write_text("raise SystemExit(0)")
+    assert _launch(tmp_path, "print('here')") == ("here\nhere\n0 \n", "")
+
+
 @pytest.mark.rotates
 def test_torchruns_ranks_join(tmp_path):
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "zeroshard.cli"]

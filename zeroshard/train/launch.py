@@ -55,13 +55,15 @@ _MISTAKE: Final = 2
 _STARTED: Final = 19
 """Place of the start time among the values of /proc/PID/stat after the name."""
 _RANK_MAIN: Final = """
-import os, signal
+import os, signal, sys
+sys.path[:] = {path!r}
 for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
     if signal.getsignal(number) is not signal.SIG_IGN:
         signal.signal(number, lambda number, frame: os._exit(128 + number))
 from zeroshard.cli import main
 main()
 """
+"""The program of a rank, which imports from where its launcher does. Otherwise `-c` puts the current folder first."""
 
 
 def joined_world_size() -> int | None:
@@ -171,7 +173,7 @@ def launch_ranks(
     )
     try:
         with _insisting():
-            elastic_launch(config, sys.executable)("-c", _RANK_MAIN, *arguments)
+            elastic_launch(config, sys.executable)("-P", "-c", _RANK_MAIN.format(path=sys.path), *arguments)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         told: Any = failure.message  # torch says that it is a text
