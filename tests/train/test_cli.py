@@ -50,7 +50,14 @@ def _start(*command, cwd, env=None, stdout=subprocess.PIPE):
         stderr=subprocess.PIPE,
         text=True,
         errors="replace",
+        preexec_fn=_heed,
     )
+
+
+def _heed():
+    """Have a process heed signals that those who run the tests may ignore, such as `nohup`."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
 
 
 def _children(pid):
@@ -488,7 +495,7 @@ def test_two_ranks_through_the_launcher(tmp_path):
     assert summary["wall_s"] > summary["train_s"]
 
 
-def _launch(folder, rank):
+def _launch(folder, rank, launcher="pass"):
     """Launch two ranks whose command line is `rank`, in a copy of the package that the launcher alone knows."""
     package = folder / "here" / "zeroshard"
     package.mkdir(parents=True)
@@ -500,6 +507,7 @@ def _launch(folder, rank):
 import signal, sys
 sys.path.insert(0, "here")
 from zeroshard.train.launch import launch_ranks
+{launcher}
 print(*launch_ranks(2, [], patience_s=9))
 """
     return _start("-P", "-c", text, cwd=folder).communicate(timeout=90)
@@ -509,6 +517,12 @@ def test_ranks_import_from_where_their_launcher_does(tmp_path):
     """Not from the current folder, with a module named like one of Python's."""
     (tmp_path / "signal.py").write_text("raise SystemExit(0)")
     assert _launch(tmp_path, "print('here')") == ("here\nhere\n0 \n", "")
+
+
+def test_ignored_signals_stay_ignored_by_launcher_and_ranks(tmp_path):
+    rank = "[os.kill(one, signal.SIGHUP) for one in (os.getppid(), os.getpid())]; time.sleep(1); print('went on')"
+    ignores = "signal.signal(signal.SIGHUP, signal.SIG_IGN)"
+    assert _launch(tmp_path, rank, ignores) == ("went on\nwent on\n0 \n", "")
 
 
 @pytest.mark.rotates

@@ -43,7 +43,9 @@ __all__ = [
 ]
 
 _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""Of these the last is that of a lost terminal; `nohup` ignores it."""
+"""Of these the last is that of a lost terminal; `nohup` has this process and its ranks ignore it."""
+_LAUNCHER_SIGNALS: Final = (*_SIGNALS, signal.SIGQUIT)
+"""Signals that torch's launcher handles."""
 _LOOK_S: Final = 1.0
 _LOOPBACK: Final = "127.0.0.1"
 _LAUNCHER: Final = "ZEROSHARD_LAUNCHER"
@@ -170,6 +172,8 @@ def launch_ranks(
         rdzv_configs={"rank": 0},
         local_addr=_LOOPBACK,
         max_restarts=0,
+        # Without these alone, torch handles ignored signals, too; a rank, to which no handler goes, would end by them.
+        signals_to_handle=",".join(one.name for one in _LAUNCHER_SIGNALS if signal.getsignal(one) != signal.SIG_IGN),
     )
     try:
         with _insisting():
