@@ -11,9 +11,10 @@ Note: untrusted text
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping
-from io import TextIOWrapper
+from io import FileIO, TextIOWrapper
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, Final, NoReturn
@@ -61,6 +62,7 @@ _MISTAKE: Final = 2
 
 def main() -> None:
     """Run the command line, and end the process with its exit status."""
+    _open_closed()
     if _MISSING is not None:
         _fail(f'the command line needs {_MISSING!r}; install it with: pip install "zeroshard[cli]"')
     app = typer.Typer(
@@ -97,6 +99,17 @@ def main() -> None:
         if joined_world_size() is not None or shows_all() or {"--verbose", "-v"} & {*sys.argv}:
             raise
         _fail(f"{text_of(error, error.__traceback__)}\n--verbose or {VARIABLE}=full shows all frames.", 1)
+
+
+def _open_closed() -> None:
+    """Open what the parent closed (`>&-`), so that texts are dropped, and no other file gets its number."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest free number
+        if getattr(sys, name) is None:
+            setattr(sys, name, TextIOWrapper(FileIO(os.devnull, "w" if number else "r"), encoding="utf-8"))
 
 
 def _add(app: typer.Typer, wanted: str) -> None:

@@ -552,6 +552,25 @@ def test_a_run_whose_output_is_closed_trains_to_its_end(tmp_path, ranks, is_all)
     assert [path.name for path in folder.glob("step-*")] == ["step-00000006"]
 
 
+def test_streams_that_the_parent_closed_drop_their_texts(tmp_path):
+    """And no file that is opened later gets their numbers."""
+    (tmp_path / "program.py").write_text("""
+import sys
+from zeroshard.cli import main
+try:
+    main()
+finally:
+    sys.stdout.write("x"), sys.stderr.write("x")
+    with open("first", "w") as first:
+        first.write(f"{first.fileno() > 2} {sys.stdin.read()!r}")
+""")
+    closing = "os.closerange(0, 3); os.execv(sys.executable, [sys.executable, 'program.py', 'version'])"
+    run = _start("-c", f"import os, sys; {closing}", cwd=tmp_path)
+    assert run.communicate(timeout=60) == ("", "")
+    assert run.returncode == 0
+    assert (tmp_path / "first").read_text() == "True ''"
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
