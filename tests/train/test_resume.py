@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import socket
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,6 +17,7 @@ import zeroshard as zs
 from zeroshard.checkpoint.diff import diff
 from zeroshard.testing import RankFailure, run_ranks
 from zeroshard.train.config import differences, load_config
+from zeroshard.train.lease import Lease
 from zeroshard.train.loop import train
 from zeroshard.train.metrics import RunFiles
 from zeroshard.train.models.gpt import GPT, GPTConfig
@@ -364,6 +366,15 @@ def test_a_folder_is_for_one_process_at_a_time(tmp_path):
         assert f"process {os.getpid()} on {socket.gethostname()}" in str(caught.value)
     holder.close()
     check_folder(config)
+
+
+def test_a_check_of_another_start_is_waited_for(tmp_path):
+    with (tmp_path / ".lease").open("w") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        end = threading.Timer(0.3, other.close)
+        end.start()
+        with Lease(tmp_path):
+            end.join()
 
 
 @pytest.mark.rotates
