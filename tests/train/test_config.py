@@ -148,6 +148,7 @@ def test_overrides_are_typed(override, section, key, value):
         ("zero.stage=4", r"^zero\.stage must be one of"),
         ("run.name=a/b", r"^run\.name='a/b': must be one plain folder name"),
         ("run.name=..", r"^run\.name='\.\.': must be one plain folder name"),
+        ("run.name=.cache", r"^run\.name='\.cache': must be .* without a dot before them, .*where \.cache is that of"),
         ("train.batch=1", r"^train\.batch=1 is below run\.ranks=2 .* set train\.batch to 2 or"),
         ("model.source=gpt3", r"^model\.source='gpt3': must be 'gpt', or hf:DIR"),
         ("model.source=hf:", r"^model\.source='hf:': must be 'gpt', or hf:DIR"),

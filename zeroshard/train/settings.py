@@ -56,9 +56,10 @@ def _short_name(dtype: object) -> object:
 
 
 def _plain_name(name: str) -> str:
-    if name in ("", "..") or Path(name).name != name or not name.isprintable():
+    if not name or name.startswith(".") or Path(name).name != name or not name.isprintable():
         raise ValueError(
-            "must be one plain folder name of printable characters, because it becomes a folder in run.folder"
+            "must be one plain folder name of printable characters without a dot before them, because it becomes a "
+            "folder in run.folder, where .cache is that of tokens"
         )
     return name
 
