@@ -15,6 +15,7 @@ from .source import REPOSITORY, Module, package_modules, plant
 LAYERS = (
     "testing",
     "table",
+    "text_files",
     "tree",
     "peers",
     "argument_names",
@@ -62,6 +63,7 @@ LAYERS = (
 EVIDENCE_READS = ("table", "plan", "evidence")
 PLAN_READS = (
     "table",
+    "text_files",
     "tree",
     "torch_checks",
     "torch_groups",
@@ -80,7 +82,7 @@ OPTIM_READS = ("table", "torch_private", "optim")
 TEST_ONLY = "testing"
 # The main job is a program like any user's: it imports the names that the package exports, and itself.
 PUBLIC_ONLY = "train"
-# Beside them: how its settings, which are texts, are read and refused as arguments are, and how its ranks meet.
+# Beside them: how its settings, which are texts, are read and refused as arguments are, how its ranks meet, and files.
 PUBLIC_ALSO = (
     "zeroshard.describe.offload",
     "zeroshard.describe.treatments",
@@ -90,6 +92,7 @@ PUBLIC_ALSO = (
     "zeroshard.table.errors",
     "zeroshard.table.sizes",
     "zeroshard.table.stages",
+    "zeroshard.text_files",
 )
 # What the planner shares with the engine is names and integers, so that it needs no device.
 WITHOUT_TORCH = "table"

@@ -22,6 +22,7 @@ from zeroshard.report.check import check_page
 from zeroshard.report.player import table_rows
 from zeroshard.report.schema import PageData
 from zeroshard.report.walk import read_walk
+from zeroshard.text_files import write_whole
 
 __all__ = ["join_modules", "make_page", "write_page"]
 
@@ -57,9 +58,8 @@ def write_page(data: PageData | Mapping[str, Any], path: str | Path) -> Path:
         assert write_page(page, pathlib.Path(folder, "a.html")).stat().st_size < 300_000
     ```
     """
-    path = Path(path)
-    path.write_text(make_page(data), "utf-8")
-    return path
+    write_whole(path, make_page(data))
+    return Path(path)
 
 
 def make_page(data: PageData | Mapping[str, Any]) -> str:

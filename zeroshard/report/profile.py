@@ -16,6 +16,7 @@ from zeroshard.core.engine import Engine
 from zeroshard.report.probe import Probe
 from zeroshard.report.timeline import CATEGORIES, NO_UNIT, Slice, Timeline
 from zeroshard.table.sizes import aligned
+from zeroshard.text_files import write_whole
 from zeroshard.update.optimizer import ShardedOptimizer
 
 __all__ = ["Profile"]
@@ -158,7 +159,7 @@ class Profile:
         by_rank, problem = self._collect(), ""
         if self._engine.mesh.rank == 0:
             try:
-                Path(path).write_text(json.dumps(_chrome_trace(by_rank)), "utf-8")
+                write_whole(path, json.dumps(_chrome_trace(by_rank)))
             except OSError as error:
                 problem = str(error)
         if (first := self._engine.comm.texts(problem, "the writing of a profile")[0]) != "":

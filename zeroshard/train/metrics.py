@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, Self, TextIO, final
 
+from zeroshard.text_files import write_whole
 from zeroshard.train.inputs import open_input
 
 __all__ = ["EvalRecord", "RankBytes", "Reporter", "Reporters", "RunFiles", "Start", "StepRecord", "Summary"]
@@ -252,8 +253,8 @@ class RunFiles:
         self._summary = folder / "summary.json"
         self._summary.unlink(missing_ok=True)
         self._path = folder / "metrics.jsonl"
-        _replace(folder / "config.toml", config_toml)
-        _replace(self._path, "".join(_lines_until(self._path, done)))
+        write_whole(folder / "config.toml", config_toml)
+        write_whole(self._path, "".join(_lines_until(self._path, done)))
         self._metrics: TextIO = self._path.open("a", encoding="utf-8")
         self._failure = ""
 
@@ -304,7 +305,7 @@ class RunFiles:
     def finished(self, summary: Summary) -> None:
         """Write the summary."""
         with self._noted():
-            _replace(self._summary, json.dumps(_plain(summary), indent=2) + "\n")
+            write_whole(self._summary, json.dumps(_plain(summary), indent=2) + "\n")
 
     def _append(self, kind: str, record: StepRecord | EvalRecord) -> None:
         with self._noted():
@@ -329,13 +330,6 @@ def _lines_until(metrics: Path, step: int) -> list[str]:
             break
         lines.append(line)
     return lines
-
-
-def _replace(path: Path, text: str) -> None:
-    """Write a file atomically."""
-    unfinished = path.with_name(f"{path.name}.unfinished")
-    unfinished.write_text(text, "utf-8")
-    os.replace(unfinished, path)
 
 
 def _plain(value: Any) -> Any:

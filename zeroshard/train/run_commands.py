@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final, NoReturn
 
 import zeroshard as zs
+from zeroshard.text_files import write_whole
 from zeroshard.train.launch import follow_launcher, is_first_rank, is_own_launch, joined_world_size, launch_ranks
 
 if TYPE_CHECKING:
@@ -118,7 +119,7 @@ def add_commands(app: "typer.Typer", show: Print, fail: Fail) -> None:
             if out is None:
                 show(as_text(curves, width))
                 return
-            out.write_text(as_html(curves) if out.suffix.lower() == ".html" else as_svg(curves), "utf-8")
+            write_whole(out, as_html(curves) if out.suffix.lower() == ".html" else as_svg(curves))
         except (ValueError, OSError) as error:
             fail(error)
         show(f"{out}: written")

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from zeroshard.plan.machine.hardware import Device
 from zeroshard.plan.machine.presets import device_named
+from zeroshard.text_files import write_whole
 
 __all__ = ["device_for", "host_device", "profile_path", "read_profile", "write_profile"]
 
@@ -84,7 +85,7 @@ def write_profile(device: Device, path: Path) -> None:
     values = {one.name: getattr(device, one.name) for one in dataclasses.fields(device)}
     values["peak_flops"] = dict(device.peak_flops)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"version": VERSION, "device": values}, indent=2) + "\n")
+    write_whole(path, json.dumps({"version": VERSION, "device": values}, indent=2) + "\n")
 
 
 def read_profile(path: Path) -> Device:
