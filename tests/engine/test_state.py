@@ -186,8 +186,21 @@ def groups_changed_inside(run: Run) -> None:
         step_once(run, model, optimizer, step)
 
 
+def keys_of_several_types(run: Run) -> None:
+    """Keep states under numbers beside those under texts."""
+    model, optimizer = start(run)
+    step_once(run, model, optimizer, 0)
+    with run.gathered(writeback=True, states=True):
+        optimizer.state[model.head.weight] |= {0: torch.ones_like(model.head.weight), 1: torch.tensor(2.0)}
+    with run.gathered(states=True):
+        run.record(states=optimizer.state_dict())
+    if isinstance(run, Sharded):
+        run.zeros[-1].check_copies()
+
+
 SCRIPTS = [
     states_by_parameter,
+    keys_of_several_types,
     groups_changed_inside,
     state_dicts,
     tied_state_dict,

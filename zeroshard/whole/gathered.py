@@ -267,8 +267,9 @@ class WholeStates:
         """
         found = []
         for parameter in self._sharded.masters:
-            for key, value in sorted(self._optimizer.state.get(parameter, {}).items()):
-                if isinstance(value, Tensor):
+            state = self._optimizer.state.get(parameter, {})
+            for key in sorted(state, key=repr):
+                if isinstance(value := state[key], Tensor):
                     slot = slot_of(parameter)
                     found.append((f"{slot.name}/{key}", slot.form.part(value), not slot.form.is_alike))
         return found
