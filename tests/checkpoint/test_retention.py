@@ -72,6 +72,15 @@ def test_models_of_one_job_are_counted_apart(tmp_path: Path) -> None:
     assert names(tmp_path) == [*expected, "generator-50", "generator-60"]
 
 
+def test_widths_of_a_sweep_are_counted_apart(tmp_path: Path) -> None:
+    """Names that differ in numbers alone are of one model only where its shapes are alike, in whatever dtype."""
+    for width, first, dtype in ((64, 1, torch.float32), (128, 1, torch.float32), (64, 3, torch.float64)):
+        zero = zs.shard(torch.nn.Linear(width, 1, dtype=dtype))
+        for step in (first, first + 1):
+            zero.save(tmp_path / f"width-{width}-step-{step}", keep=2)
+    assert names(tmp_path) == [f"width-{at}" for at in ("128-step-1", "128-step-2", "64-step-3", "64-step-4")]
+
+
 def test_names_of_one_model_may_have_numbers_of_any_form(tmp_path: Path) -> None:
     trainer = small.Small()
     found = [f"step={step}-loss={loss}" for step, loss in enumerate(["0.5", "-0.7", "5e-05", "nan", "-inf", "1E+3"])]

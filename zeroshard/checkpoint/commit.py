@@ -136,8 +136,8 @@ def remove_older(plan: Plan, keep: int) -> None:
     """Remove expiring checkpoints that are older than this one, except the newest.
 
     Only complete folders with a checkpoint's own files and nothing else are removed. Those of the model alone count
-    apart: no training resumes from them. So do those of another model of the job, which has other tensors, or names
-    that differ in more than numbers (generator-20 and critic-20).
+    apart: no training resumes from them. So do those of another model, which has tensors of other names or shapes, or
+    names that differ in more than numbers (generator-20 and critic-20).
 
     Args:
         plan: of the newest checkpoint, which is committed.
@@ -177,6 +177,6 @@ def _stem(name: str) -> str:
     return _NUMBER.sub("", name)
 
 
-def _model_of(specs: Iterable[Spec]) -> set[str]:
-    """Return the names of a model's tensors."""
-    return {spec.name for spec in specs if spec.kind == "model"}
+def _model_of(specs: Iterable[Spec]) -> set[tuple[str, tuple[int, ...]]]:
+    """Return the names and shapes of a model's tensors; training may go on in another dtype."""
+    return {(spec.name, spec.shape) for spec in specs if spec.kind == "model"}
