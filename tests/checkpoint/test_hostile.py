@@ -564,6 +564,19 @@ def test_an_index_leads_nowhere_else(name: str, tmp_path: Path) -> None:
     refuse(lambda: FolderReader(folder), index)
 
 
+def test_a_file_beside_an_index_of_others_is_refused(tmp_path: Path) -> None:
+    """Transformers takes the file, and not the index; which one is out of date nobody can tell."""
+    names = ["model.safetensors", "model-00001-of-00001.safetensors"]
+    for name in names:
+        (tmp_path / name).write_bytes(tensor_file(GOOD))
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": names[1]}}))
+    refuse(lambda: FolderReader(tmp_path), tmp_path)
+    assert FolderReader(tmp_path / names[0]).specs.keys() == {"a"}
+    index.write_text(json.dumps({"weight_map": {"a": names[0]}}))
+    assert FolderReader(tmp_path).specs.keys() == {"a"}
+
+
 def test_how_many_there_are() -> None:
     """The page that promises it says how many; each is another file, or other contents."""
     count = len(MANIFESTS) + 2 * len(TEXTS) + len(EXTRAS) + len(GENERATORS) + len(FILES) * len(PLACES)

@@ -234,7 +234,7 @@ def files_of(path: Path, single: str) -> list[Path]:
         single: the name of the one file of a folder without an index.
 
     Raises:
-        CheckpointError: there is neither, or a name that leads out of the folder.
+        CheckpointError: there is neither, or both with different files, or a name that leads out of the folder.
     """
     files.refuse_link(path)
     if path.is_file():
@@ -247,6 +247,11 @@ def files_of(path: Path, single: str) -> list[Path]:
                 raise CheckpointError(
                     f"{index}: {name[:200]!r} is not the name of a {Path(single).suffix} file in this folder."
                 )
+        if (path / single).exists() and single not in names:
+            raise CheckpointError(
+                f"{path}: holds {single}, and {index.name}, which lists other files; their weights may differ. Remove "
+                f"those that are out of date, or pass {path / single} for that file."
+            )
         return [path / name for name in sorted(names)]
     if (path / single).exists():
         return [path / single]
