@@ -102,6 +102,7 @@ ADDED = {
     "values that optimizers assign to .data": 25,
     "counters with dimensions, whatever the size of a slice": 2,
     "states of which ranks cannot join slices are refused by name": 36,
+    "states of one element beside slices of one element": 20,
     "learning rates in tensors are compared": 1,
     "several optimizers adapt the loss scale once": 6,
     "gathers of partitioned inputs ahead of use stay within a forward": 5,

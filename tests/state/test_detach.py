@@ -20,6 +20,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import zeroshard as zs
 from tests import models
+from tests.errors import raised
 from tests.oracle import STAGES, WATCHDOG_S, assert_same, reduce_in_rank_order, run_cases, seed
 from zeroshard.testing import run_ranks
 
@@ -474,3 +475,34 @@ def test_a_state_that_is_one_number_is_not_cut_with_a_parameter_that_is_one(kind
     found = run_cases(numbers, 2, [(kind, stage, detaches) for stage in (1, 3) for detaches in (False, True)])
     for stage in (1, 3):
         assert_same(found[kind, stage, False], found[kind, stage, True])
+
+
+def shared_by_all(stage: int, folder: str) -> list[Any]:
+    """Give parameters a state of one element, where rank 1 has a slice of one; read, save, load and detach it."""
+    model = nn.Linear(1, 17, bias=False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    zero = zs.shard(model, optimizer, stage=stage, settings=settings("host"))
+    model(torch.ones(2, 1)).sum().backward()
+    optimizer.step()
+    seen = [[master.numel() for master in optimizer.param_groups[0]["params"]]]
+    with zero.gathered(states=True, writeback=True):
+        optimizer.state[model.weight]["trust"] = torch.tensor([0.5])
+    zero.save(f"{folder}/{stage}")
+    zero.load(f"{folder}/{stage}")
+    with zero.gathered(states=True):
+        seen.append({key: value.tolist() for key, value in optimizer.state[model.weight].items()})
+    next(iter(optimizer.state.values()))["other"] = torch.tensor([0.5])
+    seen.append(raised(lambda: zero.save(f"{folder}/other")))
+    del next(iter(optimizer.state.values()))["other"]
+    zero.detach()
+    return [*seen, {key: value.tolist() for key, value in optimizer.state[model.weight].items()}]
+
+
+def test_a_state_of_one_element_is_not_a_slice_of_one_element(tmp_path: Path) -> None:
+    found = run_ranks(shared_by_all, 2, 3, str(tmp_path), timeout_s=60.0)
+    assert [slices for slices, *_ in found] == [[16], [1]]
+    for _, loaded, refused, detached in found:
+        assert loaded == detached
+        assert loaded["trust"] == [0.5]
+        assert len(loaded["exp_avg"]) == 17
+        assert "of 'weight', the state 'other', a tensor (1,) beside a slice of 16 elements" in refused

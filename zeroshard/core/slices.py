@@ -31,6 +31,9 @@ class MasterSlice(torch.nn.Parameter):
 
     __torch_function__ = DisabledFunction  # type: ignore[assignment]
 
+    uncut: frozenset[Any] = frozenset()
+    """Keys of tensors in its state that were given once for all elements; one may have the shape of a slice."""
+
     @property
     def data(self) -> Tensor:
         """This rank's master values. Others that code assigns return to the bucket at a step, and after it."""

@@ -141,7 +141,7 @@ class ShardedOptimizer:
             if parameter in state:
                 keep_state(self.optimizer, master, state.pop(parameter))
             elif slot in left:
-                state[master] = state.pop(left[slot])  # of a group that was removed, as torch keeps it
+                state[master], master.uncut = state.pop(left[slot]), left[slot].uncut  # as torch keeps it
             slot.optimizer = weakref.ref(self.optimizer)
         group["params"] = masters
 
@@ -363,20 +363,34 @@ def _free(parameters: Sequence[Tensor], optimizer: torch.optim.Optimizer) -> Non
 
 
 def is_cut(key: Any, value: Any, master: Tensor, part: Tensor | None = None) -> bool:
-    """Tell whether a state is one number for each element of a slice, or of the part of it that is updated."""
+    """Tell whether a state is one number for each element of a slice, or of the part of it that is updated.
+
+    Its shape does not tell on a rank whose slice has as many elements as a state that all elements share.
+    """
     is_alike = isinstance(value, Tensor | Packed) and value.shape == (master if part is None else part).shape
-    return is_alike and key not in slot_of(master).counters
+    return is_alike and key not in slot_of(master).counters and key not in getattr(master, "uncut", ())
 
 
 def check_states(optimizers: Sequence[ShardedOptimizer], what: str) -> None:
     """Raise TypeError if ranks cannot join the slices of a state.
 
-    That is a state with a value for each element that is not a tensor of the slice's shape, such as a list of tensors.
+    That is a state with a value for each element that is not a tensor of the slice's shape, such as a list of tensors;
+    or a tensor that is, by its shape, a slice of another rank, and for all elements on this rank.
     """
     for one in optimizers:
         for master in (master for master in one.masters if slot_of(master).updater is None):
-            state = views_of(one.optimizer, one.optimizer.state.get(master, {}))
-            _check_state(one.optimizer, slot_of(master), state, master.shape, what)
+            slot, state = slot_of(master), views_of(one.optimizer, one.optimizer.state.get(master, {}))
+            _check_state(one.optimizer, slot, state, master.shape, what)
+            known = slot.counters | getattr(master, "uncut", frozenset())
+            shapes = {(n,) for n in slot.bucket.layout.numels_by_rank(slot.index)} - {(*master.shape,)}
+            for key in state.keys() - known if state and not slot.bucket.spec.updates_all else ():
+                if isinstance(value := state[key], Tensor) and (*value.shape,) in shapes:
+                    raise TypeError(
+                        f"{what}: {type(one.optimizer).__name__} keeps, of '{slot.name}', the state {key!r}, a tensor "
+                        f"{(*value.shape,)} beside a slice of {master.numel()} elements, and another rank has a slice "
+                        "of this shape. Keep what all elements share in a tensor without dimensions, or give it under "
+                        "gathered(states=True, writeback=True)."
+                    )
 
 
 def _check_state(
@@ -402,6 +416,9 @@ def keep_state(optimizer: torch.optim.Optimizer, master: Tensor, state: dict[str
     if slot.updater is None:
         _check_state(optimizer, slot, whole := unpack(optimizer, state), slot.shape, "A state from before")
         optimizer.state[master] = pack(optimizer, cut_state(slot, whole))
+        if isinstance(master, MasterSlice):
+            tensors = {key: value for key, value in whole.items() if isinstance(value, Tensor)}
+            master.uncut = frozenset(key for key, value in tensors.items() if not _is_of_elements_of(slot, key, value))
     elif slot.has_whole_states:
         # A counter stays where torch wants it.
         kept = {k: v.to(slot.bucket.device, copy=True) if _is_of_elements(v) else v for k, v in state.items()}
@@ -410,6 +427,11 @@ def keep_state(optimizer: torch.optim.Optimizer, master: Tensor, state: dict[str
 
 def _is_of_elements(value: Any) -> bool:
     return isinstance(value, Tensor) and value.ndim > 0
+
+
+def _is_of_elements_of(slot: Slot, key: Any, part: Tensor) -> bool:
+    """Tell whether a whole state, or this rank's part of it along "tensor", has a value for each element."""
+    return key not in slot.counters and tuple(slot.form.part(part).shape) == slot.bucket.places.shapes[slot.index]
 
 
 def cut_state(slot: Slot, state: dict[str, Any]) -> dict[str, Any]:
