@@ -35,6 +35,7 @@ PLANNED = {
     "gradients of tied weights that places of a pipe exchange": 12,
     "what the fullest rank copies for a save": 18,
     "exchanges of other programs: each matrix alone, or beside products": 25,
+    "ranks whose states, gradients or updates differ, each with a peak of its own": 33,
 }
 """Lines of plans that silent faults and slow searches have added since the budgets were set."""
 SHOWN = {

@@ -2,6 +2,7 @@
 
 import dataclasses
 import gc
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ from torch.autograd.profiler import record_function
 import zeroshard as zs
 from benchmarks.peaks import measure_peak
 from benchmarks.predicted import COLUMNS, WIDE, Case, compare, measure, predict
+from zeroshard.plan import planning
+from zeroshard.plan.step.simulate import make_films
 from zeroshard.testing import run_ranks
 from zeroshard.train.models.gpt import GPT, Block, GPTConfig
 
@@ -146,3 +149,103 @@ def test_a_loop_holds_the_batch_of_a_pipe_through_the_update() -> None:
     numbers = [place for place, one in enumerate(film.events) if one.what == "inputs"]
     assert [film.events[place].nbytes for place in numbers] == [384, 384, -384, -384]
     assert film.events[numbers[-1]].at_s == film.step_s
+
+
+class Halves(nn.Module):
+    """One unit: its second half alone may have states, or gradients, or the largest parameter."""
+
+    def __init__(self, kind: str, width: int = 512) -> None:
+        super().__init__()
+        self.kind, parts = kind, 4 if kind == "one large parameter" else 1
+        self.first = nn.ParameterList(torch.zeros(4 * width // parts, width) for _ in range(parts))
+        self.second = nn.Linear(width, 4 * width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.kind != "no gradients":
+            x = x + sum(one.mean(0) for one in self.first)
+        return self.second(x).sum()  # type: ignore[no-any-return]
+
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        first, second = [*self.first], [*self.second.parameters()]
+        if self.kind in ("states of the first", "states of the second"):
+            sgd, adamw = (second, first) if self.kind == "states of the first" else (first, second)
+            return [torch.optim.SGD(sgd, lr=0.1), torch.optim.AdamW(adamw)]
+        return [torch.optim.AdamW([*first, *second])]
+
+
+HALVES = ("states of the first", "states of the second", "no gradients", "one large parameter")
+
+
+def most_of_halves(kind: str) -> tuple[dict[str, int], int]:
+    """Return what is resident, and the peak of torch's allocator in a third step. Runs on a rank."""
+    held = dict[str, int]()
+
+    def train(steps: int = 3) -> None:
+        model = Halves(kind)
+        optimizers = model.optimizers()
+        zero = zs.shard(model, optimizers, stage=1, settings=zs.Settings(shared_memory=False))
+        for step in range(steps):
+            with record_function(f"step {step}"):
+                model(torch.ones(2, 512)).backward()
+                for one in optimizers:
+                    one.step()
+                    one.zero_grad()
+        held.update(zero.memory().resident_bytes)
+        del model, optimizers, zero, one
+        gc.collect()
+
+    train(1)
+    peak_bytes = max(one.live_bytes for one in measure_peak(train).blocks if "step 2" in one.operations)
+    return {column: held[column] for column in COLUMNS}, peak_bytes
+
+
+def plan_of_halves(kind: str, ranks: int = 2, width: int = 512, **options: Any) -> zs.Plan:
+    with torch.device("meta"):
+        model = Halves(kind, width)
+    return zs.plan(
+        nn.Sequential(model) if "units" in options else model,
+        world_size=ranks, stage=1, precision="fp32", inputs=[torch.ones(2, width)],
+        optimizer=model.optimizers(), shared_memory=False, **{"device": CPU, **options},
+    )  # fmt: skip
+
+
+@pytest.mark.product
+@pytest.mark.parametrize("kind", HALVES)
+def test_ranks_whose_updates_differ_have_peaks_of_their_own(kind: str) -> None:
+    plan = plan_of_halves(kind)
+    for one, (held, peak_bytes) in zip(plan.ranks, run_ranks(most_of_halves, 2, kind), strict=True):
+        assert {column: one.resident_bytes[column] for column in COLUMNS} == held
+        assert one.allocator_bytes == pytest.approx(peak_bytes, rel=0.01)
+        assert one.peak_bytes >= sum(one.resident_bytes.values())
+    peaks = [one.peak_bytes for one in plan.ranks]
+    assert max(peaks) > 1.05 * min(peaks)
+    assert plan.shown == peaks.index(max(peaks)) == (kind != "states of the first")
+    assert plan.film.peak[0] == plan.peak_bytes and plan.film.resident_bytes == plan.resident_bytes
+
+
+def test_a_plan_is_of_its_fullest_rank() -> None:
+    plan = plan_of_halves("states of the second", width=19456, device="a100-40", units=[Halves])
+    first, second = plan.ranks
+    assert first.reserved_bytes + plan.outside_bytes < plan.asked.device.memory_bytes < plan.total_bytes
+    assert plan.verdict == "no" and plan.total_bytes == second.reserved_bytes + plan.outside_bytes
+    assert plan.total_parts["states"] == second.resident_bytes["states"] == 32 * 19456**2
+    assert sum(plan.total_parts.values()) == plan.total_bytes
+    assert ("states", 32 * 19456**2) in [(column, nbytes) for column, _, _, nbytes in plan.live]
+
+
+def test_of_many_ranks_those_that_keep_the_same_are_one_class() -> None:
+    plan = plan_of_halves("states of the second", ranks=64, device="h100")
+    assert [(one.name, one.count) for one in plan.ranks] == [
+        ("rank 0", 1), ("32 ranks like rank 32", 32), ("31 ranks like rank 1", 31),
+    ]  # fmt: skip
+    assert plan.shown == 1
+    assert sum(one.count * one.resident_bytes["states"] for one in plan.ranks) == 2 * 4 * 4 * 512 * 512
+
+
+def test_ranks_that_differ_by_padding_share_one_simulation(monkeypatch: pytest.MonkeyPatch) -> None:
+    simulated = list[int]()
+    monkeypatch.setattr(planning, "make_films", lambda job: simulated.append(1) or make_films(job))
+    for optimizer, ranks in (("adamw", 1000), ("adamw8bit", 8), ("lion", 8)):
+        plan = planning.make_plan("gpt2", world_size=ranks, stage=3, optimizer=optimizer, seq=256)
+        assert len(plan.ranks) == 3 and plan.shown == 0
+    assert len(simulated) == 3

@@ -137,7 +137,7 @@ def joined(plans: Sequence[Plan], cut: Sequence[str]) -> Plan:
         fullest,
         ranks=tuple(ranks),
         film=dataclasses.replace(fullest.film, lanes=(*lanes, *fullest.film.lanes)),
-        shown=sum(len(one.ranks) for one in plans[: plans.index(fullest)]),
+        shown=sum(len(one.ranks) for one in plans[: plans.index(fullest)]) + fullest.shown,
         save_bytes=max(one.save_bytes for one in plans),
         host_bytes=max(one.host_bytes for one in plans),
         file_bytes=max(one.file_bytes for one in plans),

@@ -9,7 +9,7 @@ import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import chain
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from zeroshard.describe.asked import Asked, choose, resolve
 from zeroshard.describe.axes import check_count
@@ -32,7 +32,7 @@ from zeroshard.plan.result import Plan, RankClass
 from zeroshard.plan.shape.shapes import Transformer, shape_of
 from zeroshard.plan.step.film import Film, calls_of
 from zeroshard.plan.step.rank_job import Job
-from zeroshard.plan.step.simulate import make_film, make_films, resident_bytes
+from zeroshard.plan.step.simulate import make_films, resident_bytes
 from zeroshard.plan.step.system import System
 from zeroshard.plan.step.turns import shown_ranks
 from zeroshard.plan.systems import precision_of_system, system_named, with_loss
@@ -53,6 +53,8 @@ PARTS: Final[Sequence[float | None]] = (0.0, 0.5, 1.0)
 """How much bytes count, of the cuts that are planned for a pipe that is cut by time."""
 LONGEST: Final = 4096
 """Tokens of a sequence, at most, where none are asked for."""
+ALIKE: Final = 1e-3
+"""Part of a peak that ranks may differ by, in what they keep and in what their updates take, and share a simulation."""
 SETTLED: Final = 4
 """Steps after the first one until the layout of a full device repeats; the second one changes it most."""
 
@@ -417,17 +419,17 @@ def _plan(
         notes: what is not predicted.
         output_bytes: of what the model returns beside the loss.
     """
-    (first, film), compute_dtype = make_films(job), sums.compute_dtype_of(job)
-    # The rules are those of the allocator of GPUs; that of a CPU keeps nothing.
-    steps = chain.from_iterable(_steps(first, film, options))
-    reserved_bytes = film.everywhere_bytes if options.device.is_cpu else simulate(steps).peak_reserved_bytes
-    # What is left of it on this device after its retries.
-    reserved_bytes = (retries := _retries_of(first, film, reserved_bytes, options)).reserved_bytes or reserved_bytes
+    played, compute_dtype = {0: _play(job, options)}, sums.compute_dtype_of(job)
     alone = options.place_ranks - sum(count for _, count, _ in others)
-    ranks = [
-        _class_from(film, "rank 0" if alone == 1 else "each rank", alone, reserved_bytes),
-        *(_class_of(title, count, other, film, reserved_bytes) for title, count, other in others),
-    ]
+    ranks = [_class_of("rank 0" if alone == 1 else "each rank", alone, played[0])]
+    for title, count, one in others:
+        # What a step does is the same on all ranks; these are quick to make without it.
+        other = dataclasses.replace(one, calls=job.calls, script=job.script, pipe=job.pipe)
+        if (alike := _alike(title, count, (job, other), ranks[0], played[0].film)) is None:
+            alike = _class_of(title, count, played.setdefault(len(ranks), _play(other, options)))
+        ranks.append(alike)
+    shown = max(played, key=lambda number: ranks[number].fullness)
+    first, film, reserved_bytes, retries = played[shown]
     live = tuple((one.column, one.unit, one.what, one.nbytes) for one in film.live_at(film.peak[1])[:LISTED])
     files_bytes = film.elsewhere_bytes.get("file", 0) * options.node_processes
     return Plan(
@@ -437,29 +439,59 @@ def _plan(
         (*notes, *sums.notes_of_run(options, compute_dtype, reserved_bytes, output_bytes)),
         tuple(unit.numel for unit in job.units), sums.element_bytes_of(job), activations, retries=retries,
         owned_bytes=tuple(owned_bytes(job.updates, options.shard_ranks)), moved=text_of(reached(job.units)),
-        compute_dtype=compute_dtype, outer=job.outer,
+        shown=shown, compute_dtype=compute_dtype, outer=job.outer,
     )  # fmt: skip
 
 
-def _class_of(title: str, count: int, other: Job, film: Film, reserved_bytes: int) -> RankClass:
-    """Return what another rank holds.
+class _Played(NamedTuple):
+    """The first and a steady step of a rank, and what the allocator makes of them."""
+
+    first: Film
+    film: Film
+    reserved_bytes: int
+    retries: Retries
+
+
+def _play(job: Job, options: Options) -> _Played:
+    first, film = make_films(job)
+    # The rules are those of the allocator of GPUs; that of a CPU keeps nothing.
+    steps = chain.from_iterable(_steps(first, film, options))
+    reserved_bytes = film.everywhere_bytes if options.device.is_cpu else simulate(steps).peak_reserved_bytes
+    # What is left of it on this device after its retries.
+    retries = _retries_of(first, film, reserved_bytes, options)
+    return _Played(first, film, retries.reserved_bytes or reserved_bytes, retries)
+
+
+def _class_of(title: str, count: int, played: _Played) -> RankClass:
+    film = played.film
+    return RankClass(
+        title, count, film.resident_bytes, film.peak[0], film.allocated_bytes, played.reserved_bytes,
+        film.elsewhere_bytes,
+    )  # fmt: skip
+
+
+def _alike(title: str, count: int, jobs: tuple[Job, Job], first: RankClass, film: Film) -> RankClass | None:
+    """Return what another rank holds, if its steps need no simulation: at each moment as much less as between steps.
+
+    Ranks that own other matrices, keep more or update larger slices have steps of their own; padding makes it less.
 
     Args:
-        film: of the first rank's steady step.
-        reserved_bytes: of the first rank.
+        jobs: of the first rank, and of this one.
+        first, film: of the first rank.
     """
-    if not any(turn.numels for turns in other.sums.turns for turn in turns):
-        here, elsewhere = resident_bytes(other, film)
-        same = _class_from(film, title, count, reserved_bytes)
-        return dataclasses.replace(same, resident_bytes=here, elsewhere_bytes=elsewhere)
-    # Ranks that own other matrices have other states, and other buffers in the exchange.
-    own = make_film(other, is_settled=True)
-    return _class_from(own, title, count, reserved_bytes + own.everywhere_bytes - film.everywhere_bytes)
-
-
-def _class_from(film: Film, title: str, count: int, reserved_bytes: int) -> RankClass:
-    peak_bytes, elsewhere = film.peak[0], film.elsewhere_bytes
-    return RankClass(title, count, film.resident_bytes, peak_bytes, film.allocated_bytes, reserved_bytes, elsewhere)
+    here, elsewhere = resident_bytes(other := jobs[1], film)
+    less_bytes = sum(first.resident_bytes.values()) - sum(here.values())
+    # On a CPU, what lies on the host comes from the same allocator.
+    less_host_bytes = (first.elsewhere_bytes.get("host", 0) - elsewhere.get("host", 0)) * film.is_cpu
+    more_bytes = sum(elsewhere.values()) - sum(first.elsewhere_bytes.values()) - less_bytes
+    passing_bytes = [sum((*one.passing_bytes, *one.sums.wide_bytes, *one.sums.wide_apart_bytes)) for one in jobs]
+    differs_bytes = max(more_bytes, abs(passing_bytes[1] - passing_bytes[0]))
+    if differs_bytes > ALIKE * film.everywhere_bytes or any(t.numels for turns in other.sums.turns for t in turns):
+        return None
+    return RankClass(
+        title, count, here, first.peak_bytes - less_bytes, first.allocator_bytes - less_bytes - less_host_bytes,
+        first.reserved_bytes - less_bytes - less_host_bytes, elsewhere,
+    )  # fmt: skip
 
 
 def _retries_of(first: Film, film: Film, reserved_bytes: int, options: Options) -> Retries:

@@ -48,6 +48,11 @@ class RankClass:
     reserved_bytes: int
     elsewhere_bytes: Mapping[str, int]
 
+    @property
+    def fullness(self) -> tuple[int, int]:
+        """A number that is larger for ranks that hold more: on the device as reserved, else in all memories."""
+        return self.reserved_bytes, self.peak_bytes + sum(self.elsewhere_bytes.values())
+
 
 @final
 @dataclass(frozen=True)
@@ -76,7 +81,7 @@ class Plan:
         options: as readable text.
         ranks: classes of ranks that hold the same bytes.
         live: tensors live at the peak, largest first: (column, unit, description, bytes).
-        film: a steady step of the first rank; `first` is its first step.
+        film: a steady step of the fullest rank; `first` is its first step.
         flops_per_step: operations of all ranks: 6 per parameter and token, and causal attention; no recomputation.
         save_bytes: host memory of an asynchronous save, at most of all ranks; 0 with islands of one launch.
         host_bytes: host memory of the processes of a node, including offloaded state.
@@ -144,7 +149,7 @@ class Plan:
 
     @property
     def resident_bytes(self) -> Mapping[str, int]:
-        """Bytes between steps on the first rank, or the first one of the fullest place of a pipe, by column."""
+        """Bytes between steps on the fullest rank, by column."""
         return self.ranks[self.shown].resident_bytes
 
     @property
@@ -154,12 +159,12 @@ class Plan:
 
     @property
     def allocated_bytes(self) -> int:
-        """Peak of bytes allocated by torch's allocator, in a steady step of the first rank."""
+        """Peak of bytes allocated by torch's allocator, in a steady step of the fullest rank."""
         return self.film.allocated_bytes
 
     @property
     def mapped_bytes(self) -> int:
-        """Peak of bytes in pages shared by the ranks of a host, of the first rank; nonzero only on CPUs."""
+        """Peak of bytes in pages shared by the ranks of a host, of the fullest rank; nonzero only on CPUs."""
         return self.film.mapped_bytes
 
     @property
@@ -180,7 +185,7 @@ class Plan:
     @property
     def total_parts(self) -> Mapping[str, int]:
         """Parts of `total_bytes`, which are its sum: columns between steps, and what the peak adds."""
-        fullest = max(self.ranks, key=lambda one: one.reserved_bytes)
+        fullest = max(self.ranks, key=lambda one: one.fullness)
         peak_bytes = min(fullest.peak_bytes, fullest.reserved_bytes)
         held = {name: nbytes for name, nbytes in fullest.resident_bytes.items() if nbytes >= LEAST_BYTES}
         return held | {
@@ -421,8 +426,8 @@ def _places(plan: Plan) -> list[str]:
     """Return lines on the places of a pipe."""
     if not plan.idle:
         return []
-    each = len(plan.ranks) // len(plan.idle)
-    peaks = [max(one.peak_bytes for one in plan.ranks[n * each : (n + 1) * each]) for n in range(len(plan.idle))]
+    own = [[one for one in plan.ranks if one.name.split(",")[0] == f"place {n}"] for n in range(len(plan.idle))]
+    peaks = [max(one.peak_bytes for one in some) for some in own]
     return [
         "peak by place, GiB  " + ", ".join(f"{nbytes / GIB:.2f}" for nbytes in peaks),
         "chunks begin at     " + ", ".join(plan.cut),

@@ -5,6 +5,7 @@ It must not know how a step is simulated. Needs no torch.
 
 import dataclasses
 from collections import Counter
+from collections.abc import Sequence
 from typing import Final
 
 from zeroshard.describe.axes import check_count
@@ -14,8 +15,10 @@ from zeroshard.plan.shape.shapes import Transformer
 from zeroshard.plan.step.film import Film
 from zeroshard.plan.step.rank_job import Job
 from zeroshard.table.activations import Compressed, Offloaded, Partitioned
+from zeroshard.table.bytes import Updates
 from zeroshard.table.sizes import size_text
 from zeroshard.table.spec import itemsize
+from zeroshard.table.whole import owned_bytes
 
 __all__ = [
     "activations_of_shape",
@@ -28,6 +31,7 @@ __all__ = [
     "notes_of_run",
     "output_bytes_of",
     "save_bytes_of",
+    "states_by_rank",
 ]
 
 PROCESS_BYTES: Final = 3 << 30
@@ -73,6 +77,20 @@ def element_bytes_of(job: Job) -> tuple[int, int, int]:
         states = most.per_element * itemsize(formats.state) + most.element_bytes
     masters = itemsize(formats.master) * (formats.master != formats.param)
     return itemsize(formats.param), itemsize(formats.grad), states + masters
+
+
+def states_by_rank(updates: Sequence[Updates], ranks: int) -> Sequence[int]:
+    """Return the bytes of states by rank of a replica: of what it owns, and of slices where these are not alike."""
+    found = owned_bytes(updates, ranks)
+    if len(updates) == 1 and not updates[0].unused and not updates[0].whole:
+        return found  # slices differ by padding
+    for one in updates:
+        for bucket, index in one.trained.parameters:
+            each = one.per_element * itemsize(bucket.formats.state) + one.element_bytes
+            for rank in () if bucket.updates_all else bucket.layout.shards_of(index):
+                start, stop = bucket.layout.overlap(index, *bucket.layout.shard_range(rank))
+                found[rank] += (stop - start) * each
+    return found
 
 
 def micro_batches_of(batch_tokens: int, options: Options) -> int:

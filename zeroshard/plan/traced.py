@@ -7,7 +7,7 @@ and `describe/specs.py` first.
 import dataclasses
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final, final
@@ -24,6 +24,7 @@ from zeroshard.describe.split import local_numel
 from zeroshard.describe.units import UnitPlan, plan_units
 from zeroshard.parallel.chunked import Learned
 from zeroshard.parallel.cut import Cut, cut_model, own_bytes
+from zeroshard.plan import sums
 from zeroshard.plan.job import Options, wire_of
 from zeroshard.plan.named import passing_bytes_of
 from zeroshard.plan.places import mixed
@@ -43,7 +44,6 @@ from zeroshard.store.bus import SMALL_BYTES
 from zeroshard.table.pipeline import Schedule
 from zeroshard.table.schedule import ROOT
 from zeroshard.table.spec import Formats, UnitSpec
-from zeroshard.table.whole import owned_bytes
 from zeroshard.torch_private import local_of
 from zeroshard.tree import find, map_floating
 
@@ -73,7 +73,7 @@ class Traced:
         tokens: number of tokens of one micro-batch, as from `tokens_of`.
         output_bytes: of what the model returns beside the loss.
         again: returns the same with another offload, which the trace does not depend on.
-        others: (name, count, job) of ranks besides the first: shards differ in their padding.
+        others: (name, count, job) of ranks besides the first, each separately or, if there are many, by what they keep.
     """
 
     job: Job
@@ -171,11 +171,11 @@ def trace_job(
     landed = frozenset(one.parameter for trace in traces for one in trace.marks if isinstance(one, Landed))
     taken = passing_for(options)
 
-    def made(moved: Options) -> Traced:
-        specs = _specs(plans, moved, precision, 0)
+    def job_at(rank: int, moved: Options) -> Job:
+        specs = _specs(plans, moved, precision, rank)
         updates = updates_for(specs, moved, homes, landed)
         passing = passing_bytes_of(updates, taken, is_cpu=is_cpu, is_fused=moved.is_fused)
-        job = Job(
+        return Job(
             specs,
             (),
             updates,
@@ -195,6 +195,10 @@ def trace_job(
             outer=moved.foreseen(specs),
             saved_buffer_bytes=sum(one.nbytes for one in saved.values()),
         )
+
+    def made(moved: Options) -> Traced:
+        job, ranks, each = job_at(0, moved), moved.shard_ranks, moved.place_ranks // moved.shard_ranks
+        shown = shown_ranks(ranks, sums.states_by_rank(job.updates, ranks), SHOWN_RANKS)
         if chunks is not None:
             job = dataclasses.replace(job, pipe=chunks.piped(job, scripts, plans))
         return Traced(
@@ -208,7 +212,7 @@ def trace_job(
             + [LEFT] * bool(left)
             + [*dict.fromkeys(note for trace in traces for note in trace.doubts(is_cpu=is_cpu))],
             made,
-            _other_ranks(job, moved, plans, precision, homes, landed),
+            [(name, count * each, job_at(rank, moved)) for name, count, rank in shown],
         )
 
     return made(options)
@@ -325,24 +329,6 @@ def _specs(plans: Sequence[UnitPlan], options: Options, precision: Precision, ra
         numel_of=local_numel,
         is_part=options.pipe > 1 or not options.system.keeps_last,
     )
-
-
-def _other_ranks(
-    job: Job,
-    options: Options,
-    plans: Sequence[UnitPlan],
-    precision: Precision,
-    homes: Mapping[int, str],
-    landed: Collection[str],
-) -> Sequence[tuple[str, int, Job]]:
-    """Return the jobs of ranks whose shards differ from the first: each separately, or two if there are many."""
-    ranks = options.shard_ranks
-    found = []
-    for name, count, place in shown_ranks(ranks, owned_bytes(job.updates, ranks), SHOWN_RANKS):
-        specs = _specs(plans, options, precision, place)
-        other = dataclasses.replace(job, units=specs, updates=updates_for(specs, options, homes, landed))
-        found.append((name, count * options.replicas * options.islands * options.tensor, other))
-    return found
 
 
 def tokens_of(inputs: Any) -> int:

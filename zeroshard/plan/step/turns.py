@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
+from itertools import groupby
 from types import MappingProxyType
 from typing import Final, final
 
@@ -128,12 +129,18 @@ def shown_ranks(ranks: int, owned: Sequence[int], most: int) -> list[tuple[str, 
     """Return the ranks of a replica, besides the first, that a plan shows: (name, number of such ranks, index).
 
     Args:
-        owned: the result of `owned_bytes`.
+        owned: bytes of states by rank, all equal where they differ only in padding.
         most: maximum number of ranks that are shown separately.
     """
     if ranks <= most:
         return [(f"rank {rank}", 1, rank) for rank in range(1, ranks)]
     order = sorted(range(1, ranks), key=lambda rank: (-owned[rank], rank))
+    groups = [[*some] for _, some in groupby(order, owned.__getitem__)]
+    if len(groups) <= most and len({*owned}) > 1:
+        return [
+            (f"rank {some[0]}" if len(some) == 1 else f"{len(some)} ranks like rank {some[0]}", len(some), some[0])
+            for some in groups
+        ]
     if len({*owned}) == 1:  # shards differ only in padding, the last shard most
         order = [ranks - 1, *range(1, ranks - 1)]
     name = f"rank {order[0]}" + ", with the most states" * (owned[order[0]] > owned[0])
