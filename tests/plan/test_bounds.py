@@ -59,6 +59,7 @@ def test_no_simulation_is_below_its_bound(name: str) -> None:
         bound, one = bound_of(shape, options), candidate_of(shape, options)
         assert bound.peak_bytes <= one.peak_bytes, options.words()
         assert bound.movable_bytes >= one.movable_bytes or options.states.whole, options.words()
+        assert bound.gradient_bytes >= one.gradient_bytes, options.words()
         for least, simulated in (
             (bound.passes_s, one.passes_s),
             (bound.step_s, one.step_s),

@@ -107,6 +107,7 @@ def bound_of(shape: Transformer, options: Options) -> Candidate:
         options, peak_bytes, passes_s + update_s, verdict_of(peak_bytes, outside_bytes_of(options), options),
         movable_bytes=(movable_bytes := states["root"].movable_bytes + movable_bytes),
         least_bytes=max(0, peak_bytes - movable_bytes), passes_s=passes_s, backward_s=backward_s,
+        gradient_bytes=states["root"].held_bytes + max(sum(n * one.held_bytes for n, one, _ in at) for at in places),
         host_s=options.device.host_s(min(nbytes for _, nbytes in updates), options.node_processes),
     )  # fmt: skip
 

@@ -84,7 +84,9 @@ def choose_offload(
         return simulated.simulate(options)
 
     def may_be_faster(one: Candidate) -> bool:
-        return _most_tokens_per_s(one) > fastest and one.verdict != "fits" and may_fit(one)
+        if _most_tokens_per_s(one) <= fastest or one.verdict == "fits" or not may_fit(one):
+            return False
+        return set(places) != {HOST} or _has_host_room(one)
 
     seen = set[tuple[Options, bool]]()
     for one in simulated.fastest_first(bounds if places else (), _most_tokens_per_s, may_be_faster):
@@ -130,6 +132,12 @@ def may_fit(one: Candidate) -> bool:
     return verdict_of(one.least_bytes, outside_bytes_of(one.options), one.options) == "fits"
 
 
+def _has_host_room(one: Candidate) -> bool:
+    """Return whether the host has room for what must leave the device."""
+    least_bytes = one.excess_bytes / (1 + margin_of(one.options).nine_tenths) - one.gradient_bytes
+    return one.options.node_processes * least_bytes <= one.options.device.host_bytes
+
+
 def _fastest(
     start: Candidate,
     to: str,
@@ -143,8 +151,7 @@ def _fastest(
         start: the configuration without offload, which does not fit.
     """
     options = start.options
-    least_bytes = start.excess_bytes / (1 + margin_of(options).nine_tenths) - start.gradient_bytes
-    if to == HOST and options.node_processes * least_bytes > options.device.host_bytes:
+    if to == HOST and not _has_host_room(start):
         return None
 
     def with_offload(offload: Offload | None) -> Options:

@@ -67,7 +67,7 @@ def account_of(updates: Sequence[Updates], device: Device) -> Account:
         moved_bytes.append(moved)
         for places in by_bucket.values():
             bucket, of_bucket = places[0][0], replace(one, parameters=places, whole=())
-            kept_bytes = of_bucket.state_bytes(is_apart=not bucket.row.states.is_on_device)
+            kept_bytes = of_bucket.state_bytes() + of_bucket.state_bytes(is_apart=True)
             states.append((bucket.name, kept_bytes, bucket.row.states.memory, one.counter_bytes * len(places)))
         whole = [owned for owned in one.trained.whole if owned.is_kept]
         states += [(o.bucket.name, o.state_bytes, o.bucket.row.states.memory, o.counter_bytes) for o in whole]
