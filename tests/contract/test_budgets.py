@@ -112,6 +112,7 @@ ADDED = {
     "a value of an offload that is given twice": 3,
     "tied parameters of a pipe are compared, votes along the axis tensor": 4,
     "groups that were removed are added again, and groups that change under gathered()": 17,
+    "states of groups that were removed return to their parameters": 9,
     "parameters are no keys of an optimizer's states outside gathered()": 48,
     "changes under gathered() that an exception has ended are refused, or undone: counters and groups": 63,
     "sums of a replica that are apart from the second micro-batch on": 7,

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from tests import models
 from tests.errors import raised
-from tests.oracle import STAGES, TIMEOUT_S, WORLDS, Run, Sharded, assert_matches, assert_same, at_worlds
+from tests.oracle import STAGES, TIMEOUT_S, WORLDS, Plain, Run, Sharded, assert_matches, assert_same, at_worlds
 from zeroshard.testing import run_ranks
 
 
@@ -186,6 +186,30 @@ def groups_changed_inside(run: Run) -> None:
         step_once(run, model, optimizer, step)
 
 
+def states_of_a_removed_group(run: Run) -> None:
+    """Read and change the states of the head, whose group was removed, and which is trained again later."""
+    model = models.build(models.Stack)
+    rest = [*model.stem.parameters(), *model.blocks.parameters()]
+    optimizer = torch.optim.SGD([{"params": rest}, {"params": [*model.head.parameters()]}], lr=0.1, momentum=0.9)
+    run.shard(model, optimizer)
+    step_once(run, model, optimizer, 0)
+    del optimizer.param_groups[1]
+    model.head.requires_grad_(False)
+    step_once(run, model, optimizer, 1)
+    for writes in (False, True):
+        with run.gathered(writeback=writes, states=True):
+            run.record(
+                **{name: optimizer.state[p] for name, p in model.named_parameters()}, kept=[len(optimizer.state)]
+            )
+            if writes:
+                optimizer.state[model.head.weight]["momentum_buffer"].fill_(0.25 if run.rank == 0 else 0.5)
+    if isinstance(run, Plain):
+        optimizer.state[model.head.weight]["momentum_buffer"].fill_(0.25)
+    model.head.requires_grad_(True)
+    optimizer.add_param_group({"params": [*model.head.parameters()]})
+    step_once(run, model, optimizer, 2)
+
+
 def keys_of_several_types(run: Run) -> None:
     """Keep states under numbers beside those under texts."""
     model, optimizer = start(run)
@@ -202,6 +226,7 @@ SCRIPTS = [
     states_by_parameter,
     keys_of_several_types,
     groups_changed_inside,
+    states_of_a_removed_group,
     state_dicts,
     tied_state_dict,
     loaded_model,

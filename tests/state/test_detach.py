@@ -70,22 +70,28 @@ def surface(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any
     return seen
 
 
-def train_plain(model: nn.Module, optimizer: torch.optim.Optimizer, first: int, rank: int) -> None:
+def train_plain(
+    model: nn.Module, optimizer: torch.optim.Optimizer, first: int, rank: int, *others: torch.optim.Optimizer
+) -> None:
     for step in range(first, first + STEPS):
         models.gpt_loss(model, step, rank).backward()
         if dist.is_initialized() and dist.get_world_size() > 1:
             parameters = [p for p in model.parameters() if p.requires_grad]
             for p, grad in zip(parameters, reduce_in_rank_order(parameters, "mean"), strict=True):
                 p.grad = grad
-        optimizer.step()
-        optimizer.zero_grad()
+        for one in (optimizer, *others):
+            one.step()
+            one.zero_grad()
 
 
-def train_sharded(model: nn.Module, optimizer: torch.optim.Optimizer, first: int, rank: int) -> None:
+def train_sharded(
+    model: nn.Module, optimizer: torch.optim.Optimizer, first: int, rank: int, *others: torch.optim.Optimizer
+) -> None:
     for step in range(first, first + STEPS):
         models.gpt_loss(model, step, rank).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        for one in (optimizer, *others):
+            one.step()
+            one.zero_grad()
 
 
 def matrices_of(model: nn.Module) -> list[dict[str, Any]]:
@@ -171,6 +177,52 @@ def each(cases: list[tuple[str, int, str]]) -> None:
 @pytest.mark.parametrize("transport", ["host", "messages"])
 def test_training_continues_plain_and_at_another_stage(world: int, transport: str) -> None:
     run_ranks(each, world, [("AdamW", stage, transport) for stage in STAGES], process_group=world > 1)
+
+
+def left_out(kind: str, stage: int | None, *, is_taken: bool) -> dict[str, Any]:
+    """Leave the matrices of a block out for some steps, perhaps to another optimizer; detach, and add them again."""
+    rank, model = dist.get_rank(), models.build(Tied)
+    matrices = matrices_of(model)[0]["params"]
+    late = [p for p in model.blocks[1].parameters() if p.ndim > 1]
+    early = [p for p in matrices if not any(p is one for one in late)]
+    optimizer = {"AdamW": torch.optim.AdamW, "Muon": zs.optim.Muon, "SGD": torch.optim.SGD}[kind](
+        [{"params": early}, {"params": late}], lr=0.01, **({"momentum": 0.9} if kind == "SGD" else {})
+    )
+    zero = None if stage is None else zs.shard(model, optimizer, stage=stage, settings=settings("host"))
+    train = train_plain if zero is None else train_sharded
+    train(model, optimizer, 0, rank)
+    del optimizer.param_groups[1]
+    others = [torch.optim.SGD(late, lr=0.01)] if is_taken else []
+    for p in late:
+        p.requires_grad_(is_taken)
+    for one in others if zero is not None else ():
+        zero.attach(one)
+    train(model, optimizer, STEPS, rank, *others)
+    if zero is not None:
+        zero.detach()
+        assert {*map(id, optimizer.state)} == {*map(id, matrices)}
+        for p in late:
+            p.requires_grad_(False)  # in no optimizer of the next handle
+        zero = zs.shard(model, optimizer, stage=(stage + 1) % 4, settings=settings("host"))
+    for p in late:
+        p.requires_grad_(True)
+    optimizer.add_param_group({"params": late})
+    train(model, optimizer, 2 * STEPS, rank)
+    if zero is not None:
+        zero.detach()
+    return values_of(model, optimizer)
+
+
+def left_out_as_plain(kind: str, is_taken: bool) -> None:
+    expected = left_out(kind, None, is_taken=is_taken)
+    for stage in STAGES:
+        assert_same(expected, left_out(kind, stage, is_taken=is_taken), f"{kind}, stage {stage}")
+
+
+@pytest.mark.product
+@pytest.mark.parametrize(("kind", "is_taken"), [("AdamW", False), ("Muon", False), ("SGD", True)])
+def test_states_of_a_removed_group_return_to_its_parameters(kind: str, is_taken: bool) -> None:
+    run_ranks(left_out_as_plain, 2, kind, is_taken)
 
 
 def like_always(kinds: list[str], cases: list[tuple[int, dict[str, Any]]], transport: str) -> None:

@@ -61,7 +61,7 @@ def _updates(optimizer: ShardedOptimizer) -> Updates:
 def _add_states(found: Counter[str], optimizers: Sequence[ShardedOptimizer]) -> None:
     """Add the bytes of states of elements and blocks, and of counters."""
     for one in optimizers:
-        for master in one.masters:
+        for master in one.entries:
             slot = slot_of(master)
             cell, is_whole = slot.bucket.spec.row.states, slot.updater is not None
             state = one.optimizer.state.get(master, {})

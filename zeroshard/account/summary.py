@@ -209,7 +209,7 @@ def _states_by_unit(units: Sequence[Unit], optimizers: Sequence[ShardedOptimizer
     """Return the bytes of the optimizers' states on the device for each unit, counters included."""
     found = [0] * len(units)
     for one in optimizers:
-        for master in one.masters:
+        for master in one.entries:
             values = one.optimizer.state.get(master, {}).values()
             slot, is_small = slot_of(master), {id(v) for v in values if isinstance(v, torch.Tensor) and not v.ndim}
             is_here = slot.bucket.spec.row.states.is_on_device

@@ -73,6 +73,8 @@ class ShardedOptimizer:
         self.applied = 0
         """The number of backward passes whose gradients were applied or belong to an earlier step."""
         self._fresh: list[Tensor] = []
+        self._slices: dict[Slot, MasterSlice] = {}
+        """The slice of each parameter that was ever in a group, in an order that is equal on all ranks."""
         self._replaced: set[MasterSlice] = set()
         """Slices to whose `.data` anybody has assigned since the last step."""
         _free([parameter for group in optimizer.param_groups for parameter in group["params"]], optimizer)
@@ -112,6 +114,17 @@ class ShardedOptimizer:
         """This rank's slices, in the order of groups and entries."""
         return [entry for group in self.optimizer.param_groups for entry in group["params"]]
 
+    @property
+    def entries(self) -> list[Tensor]:
+        """The slices that may have states: `masters`, and those whose group was removed, which torch's states outlast.
+
+        What an optimizer that updates whole parameters had of one that another has taken since cannot be joined.
+        """
+        masters, own = self.masters, self.optimizer
+        here, is_by_slices = {slot_of(master) for master in masters}, self.kept.mark is None
+        left = [(slot, master) for slot, master in self._slices.items() if slot not in here]
+        return masters + [m for s, m in left if s.optimizer() is own or (s.updater is None and is_by_slices)]
+
     def open_states(self) -> None:
         """Let the parameters be keys of the optimizer's state."""
         if isinstance(states := self.optimizer.state, States):
@@ -132,16 +145,17 @@ class ShardedOptimizer:
     def _cut(self, group: dict[str, Any]) -> None:
         """Put slices in the place of the model's parameters, and cut the state that they have already."""
         masters, state = [], self.optimizer.state
-        left = {slot_of(key): key for key in state if isinstance(key, MasterSlice)}
         for parameter in group["params"]:
             slot = slot_of(parameter)
             slot.bucket.has_states = True
             slot.counters = self.kept.counters
-            masters.append(master := make_master(slot, self._replaced))
+            left, master = self._slices.get(slot), make_master(slot, self._replaced)
+            masters.append(master)
+            self._slices[slot] = master
             if parameter in state:
                 keep_state(self.optimizer, master, state.pop(parameter))
-            elif slot in left:
-                state[master], master.uncut = state.pop(left[slot]), left[slot].uncut  # as torch keeps it
+            elif left is not None and left in state:
+                state[master], master.uncut = state.pop(left), left.uncut  # as torch keeps it
             slot.optimizer = weakref.ref(self.optimizer)
         group["params"] = masters
 
@@ -378,7 +392,7 @@ def check_states(optimizers: Sequence[ShardedOptimizer], what: str) -> None:
     or a tensor that is, by its shape, a slice of another rank, and for all elements on this rank.
     """
     for one in optimizers:
-        for master in (master for master in one.masters if slot_of(master).updater is None):
+        for master in (master for master in one.entries if slot_of(master).updater is None):
             slot, state = slot_of(master), views_of(one.optimizer, one.optimizer.state.get(master, {}))
             _check_state(one.optimizer, slot, state, master.shape, what)
             known = slot.counters | getattr(master, "uncut", frozenset())

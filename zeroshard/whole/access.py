@@ -38,7 +38,7 @@ def open_states(engine: Engine, sharded: ShardedOptimizer) -> None:
 
 
 def _has_all(sharded: ShardedOptimizer) -> bool:
-    return all(slot_of(master).bucket.spec.updates_all for master in sharded.masters)
+    return all(slot_of(master).bucket.spec.updates_all for master in sharded.entries)
 
 
 def _is_here(sharded: ShardedOptimizer) -> bool:

@@ -96,7 +96,7 @@ def _copies(engine: Engine, model: nn.Module, optimizers: Sequence[ShardedOptimi
                 value = bucket.shard[slice(*bucket.layout.parts(*bucket.spec.shard)[slot.index])]
                 yield Copy(f"the part of '{slot.name}' in a shard", value, ("tensor",))
     for one in optimizers:
-        for master in one.masters:
+        for master in one.entries:
             slot = slot_of(master)
             spec = slot.bucket.spec
             axes = _axes(slot, is_cut=not spec.updates_all)

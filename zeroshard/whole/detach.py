@@ -20,6 +20,7 @@ import torch
 
 from zeroshard.core.buffer import Bucket
 from zeroshard.core.engine import Engine
+from zeroshard.core.slices import MasterSlice
 from zeroshard.core.slot import Slot, slot_of
 from zeroshard.core.unit import Unit
 from zeroshard.join.start import accepted_by_all
@@ -148,7 +149,7 @@ class _Detached:
             sizes[slot.unit] += _numel(slot) * self._dtypes[slot.name].itemsize
         held = on_device(kept_bytes(bucket.spec for bucket in buckets)) * (not engine.comm.pool.memory.is_shared)
         for one, owned in zip(self._optimizers, self._owned, strict=True):
-            for master in one.masters:
+            for master in one.entries:
                 nbytes, held_bytes = _states_of(one, master, owned)
                 sizes[slot_of(master).unit] += nbytes
                 held += held_bytes
@@ -166,7 +167,7 @@ class _Detached:
         """Give full values and states to the parameters of a unit, and free its buckets. Collective: all-gathers."""
         engine, names = self._engine, {slot.name for slot in unit.slots}
         for one, owned in zip(self._optimizers, self._owned, strict=True):
-            masters = [master for master in one.masters if slot_of(master).name in names]
+            masters = [master for master in one.entries if slot_of(master).name in names]
             mine = {name: state for name, state in owned.items() if name in names}
             whole = gather_states(engine, one, masters, mine)
             for master in masters:
@@ -193,8 +194,10 @@ class _Detached:
         slot.form.point(parameter, made.copy_(values) if self._keeps else made)
 
     def finish(self) -> None:
-        """Put the parameters into the groups of the optimizers."""
+        """Put the parameters into the groups of the optimizers, and drop states of slices that ranks cannot join."""
         for one, parameters in self._places.items():
+            for left in [key for key in one.optimizer.state if isinstance(key, MasterSlice)]:
+                del one.optimizer.state[left]
             remaining = iter(parameters)
             for group in one.optimizer.param_groups:
                 group["params"] = [next(remaining) for _ in group["params"]]

@@ -197,12 +197,13 @@ class WholeStates:
     def __init__(self, engine: Engine, sharded: ShardedOptimizer, parameters: dict[str, nn.Parameter]) -> None:
         self._engine, self._sharded, self._optimizer = engine, sharded, sharded.optimizer
         (owned,) = owned_states(engine, [sharded])
-        whole = gather_states(engine, sharded, sharded.masters, owned)
+        entries = sharded.entries
+        whole = gather_states(engine, sharded, entries, owned)
         sharded.open_states()
         # States whose key is not a parameter stay in place.
         state = self._optimizer.state
-        self._set_aside = {master: state.pop(master) for master in sharded.masters if master in state}
-        self._masters = {parameters[slot_of(master).name]: master for master in sharded.masters}
+        self._set_aside = {master: state.pop(master) for master in entries if master in state}
+        self._masters = {parameters[slot_of(master).name]: master for master in entries}
         """The slice of each parameter; user code may remove groups, and move parameters between them."""
         self._groups = [(group, dict(group), _tensors(group)) for group in self._optimizer.param_groups]
         for group in self._optimizer.param_groups:
@@ -257,7 +258,7 @@ class WholeStates:
 
     def held(self) -> list[tuple[str, Tensor]]:
         """Return the current full states, with names for messages."""
-        states = ((slot_of(p).name, state) for p in self._sharded.masters if (state := self._optimizer.state.get(p)))
+        states = ((slot_of(p).name, state) for p in self._masters if (state := self._optimizer.state.get(p)))
         return [(f"{n}/{key}", v) for n, state in states for key, v in state.items() if isinstance(v, Tensor)]
 
     def tensors(self) -> list[tuple[str, Tensor, bool]]:
@@ -266,7 +267,7 @@ class WholeStates:
         The order is equal on every rank.
         """
         found = []
-        for parameter in self._sharded.masters:
+        for parameter in self._masters:
             state = self._optimizer.state.get(parameter, {})
             for key in sorted(state, key=repr):
                 if isinstance(value := state[key], Tensor):

@@ -48,7 +48,7 @@ def _move(engine: Engine, optimizers: Sequence[ShardedOptimizer], device: torch.
     for bucket in {id(b): b for unit in engine.units for b in unit.buckets}.values():
         bucket.move_masters(lambda tensor: _to(tensor, device))
     for one in optimizers:
-        for master in one.masters:
+        for master in one.entries:
             slot = slot_of(master)
             if not slot.bucket.spec.row.states.is_on_device:
                 continue

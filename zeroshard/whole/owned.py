@@ -44,7 +44,7 @@ def owned_states(engine: Engine, optimizers: Sequence[ShardedOptimizer]) -> list
     """
     found: list[dict[str, OwnedState]] = []
     for one in optimizers:
-        whole = [master for master in one.masters if slot_of(master).updater is not None]
+        whole = [master for master in one.entries if slot_of(master).updater is not None]
         is_here = all(slot_of(master).bucket.spec.updates_all for master in whole)
         read: list[Any] = [mine := _described(one, whole, takes_all=is_here)]
         if not is_here:
@@ -110,7 +110,7 @@ def gather_owned(
         states: the result of `owned_states` for the optimizer.
     Collective: all-gathers of the states, grouped by similar size; every rank must call.
     """
-    masters = {name: master for master in one.masters if (name := slot_of(master).name) in states}
+    masters = {name: master for master in one.entries if (name := slot_of(master).name) in states}
     made = {name: map_tensors(dict(state), Tensor.clone) for name, state in states.items()}
     by_dtype: dict[torch.dtype, list[tuple[str, Any]]] = {}
     for name, state in states.items():
