@@ -1,5 +1,6 @@
 """Options of a save, and what it has besides: the model alone, states of modules, the position in the data."""
 
+import copy
 import os
 import pickle
 import random
@@ -155,6 +156,43 @@ def test_what_an_optimizer_has_made_since_goes(tmp_path: Path) -> None:
         assert dict(optimizer.state.get("all", {})) == ({"count": step} if step else {})
         assert optimizer.param_groups[0].get("count", 0) == step
     assert optimizer.param_groups[0]["lr"] == 0.1
+
+
+def with_a_late_group(folder: Path | None) -> list[torch.Tensor]:
+    """Save, train a second group, remove it, load, and train it again; without a folder, in plain torch."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 2))
+    model[1].requires_grad_(False)
+    optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1, momentum=0.9)
+    zero = zs.shard(model, optimizer) if folder is not None else None
+
+    def train(*, late: bool) -> None:
+        if late:
+            model[1].requires_grad_(True)
+            optimizer.add_param_group({"params": [*model[1].parameters()]})
+        model(torch.ones(1, 2)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    train(late=False)
+    saved = None if zero else copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    path = zero.save(folder / "step-1") if zero and folder else None
+    train(late=True)
+    del optimizer.param_groups[1]
+    if zero and path:
+        zero.load(path)
+    elif saved:
+        model.load_state_dict(saved[0])
+        optimizer.load_state_dict(saved[1])
+    train(late=True)
+    if zero:
+        zero.detach()
+    return [*model.parameters(), *(optimizer.state[p]["momentum_buffer"] for p in model.parameters())]
+
+
+def test_states_of_a_removed_group_go(tmp_path: Path) -> None:
+    for found, expected in zip(with_a_late_group(tmp_path), with_a_late_group(None), strict=True):
+        assert torch.equal(found, expected)
 
 
 class Seeing(torch.nn.Linear):

@@ -234,6 +234,28 @@ class Changed(torch.optim.SGD):
         return dict(super().state_dict())
 
 
+def test_states_of_a_removed_group_are_named_by_a_save(tmp_path: Path) -> None:
+    model, optimizer = made(optimizer=torch.optim.Adam)
+    *rest, last = optimizer.param_groups[0]["params"]
+    optimizer.param_groups[0]["params"] = rest
+    optimizer.add_param_group({"params": [last]})
+    zero = zs.shard(model, optimizer, stage=1)
+    train(model, optimizer)
+    group = optimizer.param_groups.pop()
+    (name,) = (name for name, parameter in model.named_parameters() if parameter is last)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        zero.save(tmp_path / "model", model_only=True)
+        assert caught == []
+        zero.save(tmp_path / "step-1")
+        (one,) = caught
+        optimizer.param_groups.append(group)
+        zero.save(tmp_path / "step-2")
+        assert caught == [one]
+    assert one.filename == __file__
+    assert f"the states of 1 parameter(s) that are in no group of Adam any more, '{name}'" in str(one.message)
+
+
 @pytest.mark.parametrize(("kind", "added"), [(Added, "'turns'"), (Needy, r"'\.\.\.'"), (Changed, "")])
 def test_what_a_state_dict_adds_is_named_once(kind: type[torch.optim.SGD], added: str, tmp_path: Path) -> None:
     model, optimizer = made(optimizer=kind)

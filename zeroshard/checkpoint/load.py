@@ -407,7 +407,7 @@ def _copy_states(optimizers: Sequence[ShardedOptimizer], content: Content, mesh:
         casts = {} if isinstance(one.optimizer, PackingOptimizer) else cast  # its states have dtypes of their own
         # What the optimizer has made since goes, as in torch's load_state_dict; an older checkpoint may lack defaults.
         held: dict[Any, Any] = one.optimizer.state
-        for stale in [name for name in held if not isinstance(name, Tensor)]:
+        for stale in held.keys() - {*one.masters}:
             del held[stale]
         held.update(_others(one, saved["others"]))
         for group, described in zip(one.optimizer.param_groups, saved["groups"], strict=True):

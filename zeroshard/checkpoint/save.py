@@ -44,6 +44,7 @@ from zeroshard.checkpoint.places import join_plan
 from zeroshard.checkpoint.together import begin, meet, together
 from zeroshard.checkpoint.values import PIECE_NUMEL, bytes_of
 from zeroshard.core.engine import Engine
+from zeroshard.core.slot import slot_of
 from zeroshard.outer.islands import Islands
 from zeroshard.table.errors import CheckpointError
 from zeroshard.update.optimizer import ShardedOptimizer
@@ -132,9 +133,17 @@ class Saver:
         return target
 
     def _warn_of_unsaved(self) -> None:
-        """Warn, once for each optimizer, of what its class adds to the state dict of torch."""
+        """Warn of states that are in no group, and, once for each class, of what it adds to the state dict of torch."""
         for one in self._optimizers:
-            kind = type(one.optimizer)
+            kind, here = type(one.optimizer), {*one.masters}
+            left = [slot_of(m).name for m in one.entries if m not in here and one.optimizer.state.get(m)]
+            if left:
+                warnings.warn(
+                    f"{self._engine.mesh} zero.save() does not save the states of {len(left)} parameter(s) that are in "
+                    f"no group of {kind.__name__} any more, '{left[0]}' first: after zero.load() they have none. Add "
+                    "their group again before the save to keep them.",
+                    stacklevel=6,
+                )
             if kind.state_dict is Optimizer.state_dict or kind in self._asked:
                 continue
             self._asked.add(kind)
