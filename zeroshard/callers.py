@@ -85,9 +85,9 @@ def remedy_for(parameter: torch.Tensor, name: str, what: str = "") -> str:
             f"whole: zs.shard(parameters={{'{module}': 'replicated'}}), or stage=2. {plain}"
         )
     if methods:
-        method, inner = methods[-1], ""
-        if len(methods) > 1:
-            inner = f" If '{method}' runs backward() itself, name {methods[-2]!r} instead."
+        method = methods[-1]
+        instead = f"name {methods[-2]!r} instead" if len(methods) > 1 else "run this part in the model's forward"
+        inner = f" If '{method}' runs backward() itself, {instead}, or keep parameters whole (stage=2)."
         return (
             f"It was read in '{method}', called outside a forward of the model: name that in "
             f"zs.shard(settings=zs.Settings(forward_methods=({method!r},))), and it trains as `forward` does.{inner} "

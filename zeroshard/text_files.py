@@ -5,6 +5,7 @@ Owns the order of writing and naming. Needs no torch. Files of a checkpoint are 
 
 import contextlib
 import os
+import secrets
 import shutil
 from pathlib import Path
 
@@ -15,7 +16,8 @@ def write_whole(path: str | Path, text: str) -> None:
     """Write a text in UTF-8; a file that was there stays as it was if this fails, as on a full disk.
 
     The text goes into a file beside it, which then gets the name, and the permissions of the file that was there. What
-    is no regular file, such as a terminal, is written as it is.
+    another file cannot replace is written in place: a terminal, a descriptor of this process, a file with other names
+    or of another user, a file in a folder that takes no new one.
 
     Raises:
         OSError: the file cannot be written.
@@ -29,12 +31,18 @@ def write_whole(path: str | Path, text: str) -> None:
     'a text'
     """
     path = Path(path)
-    if path.exists() and not path.is_file():
+    target = Path(os.path.realpath(path))  # a link stays a link
+    unfinished = target.with_name(f".{secrets.token_hex(8)}.unfinished")
+    if _is_kept(path, target):
         path.write_text(text, "utf-8")
         return
-    target = Path(os.path.realpath(path))  # a link stays a link
-    unfinished = target.with_name(f"{target.name}.{os.getpid()}.unfinished")
     try:
+        try:
+            unfinished.touch()
+        except PermissionError:
+            path.open("r+").close()  # raises if there is no such file
+            path.write_text(text, "utf-8")
+            return
         unfinished.write_text(text, "utf-8")
         if target.exists():
             target.open("ab").close()  # a file that may not be written is refused
@@ -44,4 +52,15 @@ def write_whole(path: str | Path, text: str) -> None:
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from error
     finally:
-        unfinished.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            unfinished.unlink(missing_ok=True)
+
+
+def _is_kept(path: Path, target: Path) -> bool:
+    """Return whether a file must stay the one that it is."""
+    if path.absolute().as_posix().startswith(("/dev/", "/proc/")) or target.is_symlink():
+        return True
+    if not target.exists():
+        return False
+    found = target.stat()
+    return not target.is_file() or found.st_nlink > 1 or found.st_uid != os.geteuid()

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 import signal
 import time
 from contextlib import nullcontext
@@ -322,6 +323,13 @@ def run_with_writes_in_background(folder: str) -> list[int]:
 def test_a_step_stays_until_a_write_in_background_has_ended(tmp_path: Path) -> None:
     (found, _) = run_ranks(run_with_writes_in_background, 2, str(tmp_path), timeout_s=TIMEOUT_S)
     assert set(found) == {4, 8}
+
+
+@pytest.mark.parametrize("strategy", [FabricStrategy, ZeroStrategy])
+def test_options_of_shard_are_no_options_of_a_strategy(strategy: type) -> None:
+    with pytest.raises(TypeError, match=re.escape(f"{strategy.__name__}({{'stage': 1}})")):
+        strategy(stage=1)
+    assert strategy(zero(3), find_unused_parameters=True) is not None
 
 
 def evaluate_alone(folder: str) -> float:

@@ -263,3 +263,17 @@ def test_a_page_of_several_numbers_of_ranks_shows_the_fastest_of_all() -> None:
         page["sources"][0]["results"][-1]["value"] == page["sources"][1]["results"][0]["value"] == best[8].tokens_per_s
     )
     assert page["sources"][1]["options"]["ranks"] == page["player"]["defaults"]["ranks"] == 8  # type: ignore[index]
+
+
+def test_offload_is_tried_where_only_what_is_allocated_fits() -> None:
+    shape = zs.Transformer(
+        name="small", block="gpt2", layers=2, hidden=512, heads=4, vocabulary=4096, sequence=64, is_tied=True
+    )
+    device = dataclasses.replace(DEVICES["h100-80"], memory_bytes=758330163)
+    asked: dict[str, Any] = {"world_size": 1, "device": device, "optimizer": "sgd"}
+    found = zs.search(shape, **asked, stages=[3], batches=[1, 2], tensors=[1], pipes=[1], activations=["keep"])
+    by_hand = [zs.plan(shape, **asked, stage=3, batch=batch, offload="auto") for batch in (1, 2)]
+    assert {one.verdict for one in by_hand} == {"fits"}
+    best = found.best[1]
+    assert best is not None
+    assert best.tokens_per_s * 1.01 >= max(one.tokens_per_s for one in by_hand)

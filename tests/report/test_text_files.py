@@ -3,6 +3,7 @@
 import os
 import resource
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -69,3 +70,27 @@ def test_what_is_no_regular_file_is_written_as_it_is(tmp_path: Path) -> None:
 def test_an_error_names_the_file_that_was_asked_for(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"No such file or directory: '.*/no/file'$"):
         write_whole(tmp_path / "no" / "file", "text")
+
+
+def test_what_another_file_cannot_replace_is_written_in_place(tmp_path: Path) -> None:
+    log, other = tmp_path / "log", tmp_path / "other"
+    with log.open("a") as opened:
+        write_whole(f"/dev/fd/{opened.fileno()}", "page")
+        opened.write(" written")
+    assert log.read_text().endswith(" written")
+    other.hardlink_to(log)
+    write_whole(other, "both")
+    assert log.read_text() == "both"
+    loop = tmp_path / "loop"
+    loop.symlink_to("loop")
+    with pytest.raises(OSError, match="symbolic links"):
+        write_whole(loop, "text")
+    assert loop.is_symlink()
+
+
+def test_threads_write_one_file(tmp_path: Path) -> None:
+    path = tmp_path / ("a" * 200 + ".html")
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda number: write_whole(path, f"{number}" * 1000), range(40)))
+    assert len({*path.read_text()}) <= 2
+    assert os.listdir(tmp_path) == [path.name]

@@ -320,3 +320,18 @@ def test_whole_states_have_the_strides_of_their_parameter() -> None:
     assert torch.equal(found, values) and found.stride() == model.weight.stride() == (1, 3)
     rows = like_parameter(slot, values[0])  # of another shape
     assert torch.equal(rows, values[0]) and rows.data_ptr() != values.data_ptr()
+
+
+def write_signs() -> list[bool]:
+    run = Run(stage=3)
+    found = []
+    for value in (0.0, -0.0):
+        with run.zero.gathered(writeback=True, whole=True), torch.no_grad():
+            run.model.up.weight.fill_(value)
+        with run.zero.gathered(whole=True):
+            found.append(bool(torch.signbit(run.model.up.weight.detach()).all()))
+    return found
+
+
+def test_signs_of_zeros_are_written_back() -> None:
+    assert run_ranks(write_signs, WORLD, timeout_s=TIMEOUT_S) == [[False, True]] * WORLD

@@ -420,13 +420,13 @@ def _copy_states(optimizers: Sequence[ShardedOptimizer], content: Content, mesh:
                 whole, before = saved["states"].get(slot.name), held.pop(master, {})
                 if whole is not None and (slot.updater is None or slot.has_whole_states):
                     state = {key: _place(key, value, group, slot) for key, value in whole.items()}
-                    for key in (uncut := [key for key, value in state.items() if isinstance(value, Tensor)]):
+                    for key in (made := [key for key, value in state.items() if isinstance(value, Tensor)]):
                         state[key] = state[key].to(_dtype_here(slot, key, state[key].dtype, casts))
                     parts = parts_of(one.optimizer, before)
                     for key, name in keys[place, slot.name]:
                         there = None if key in parts else before.get(key)
                         state[key] = _read_state(content.reader, name, master, key, there, mesh, casts)
-                    held[master], master.uncut = pack(one.optimizer, state), frozenset(uncut)
+                    held[master], master.uncut = pack(one.optimizer, state), frozenset(k for k in made if state[k].ndim)
 
 
 def _read_state(

@@ -6,11 +6,13 @@ part; the Trainer's own values are in a file of Lightning's beside it.
 
 from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from inspect import signature
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import zeroshard as zs
 from zeroshard.describe.blocks import members
@@ -33,6 +35,15 @@ VALUES: Final = "lightning.ckpt"
 """The file of the Trainer's own values in the folder of a checkpoint."""
 EVALUATIONS: Final = ("validation_step", "test_step", "predict_step")
 """Methods of a LightningModule that run the model, besides those of `_training_methods`."""
+
+
+def _check_options(name: str, options: Mapping[str, Any]) -> None:
+    """Refuse options that torch's DDP does not have either, whose own say nothing of a sharded model."""
+    for first in [one for one in options if one not in signature(DistributedDataParallel).parameters]:
+        raise TypeError(
+            f"{name}({first}=) is no option of Lightning's DDPStrategy. Options of zs.shard() go into the first "
+            f"argument: {name}({{'{first}': {options[first]!r}}})."
+        )
 
 
 def _check_precision(name: str, precision: Any) -> None:
@@ -75,6 +86,7 @@ class FabricStrategy(FabricDDP):  # type: ignore[misc]
 
     def __init__(self, zero: Mapping[str, Any] | None = None, **options: Any) -> None:
         super().__init__(**options)
+        _check_options(type(self).__name__, self._ddp_kwargs)
         self._asked, self._zeros = dict(zero or {}), dict[nn.Module, zs.Zero]()
         self._backward_sync_control = _SyncControl(self._zeros)
 
@@ -215,6 +227,7 @@ class ZeroStrategy(DDPStrategy):  # type: ignore[misc]
 
     def __init__(self, zero: Mapping[str, Any] | None = None, **options: Any) -> None:
         super().__init__(**options)
+        _check_options(type(self).__name__, self._ddp_kwargs)
         self._asked, self._loaded = dict(zero or {}), Path()
         self._made = dict[nn.Module, tuple[zs.Zero, list[Any], list[Any]]]()  # handle, optimizers and schedulers
         self.zero: zs.Zero | None = None

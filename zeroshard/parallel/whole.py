@@ -136,8 +136,9 @@ def _take_back(one: _Whole, engine: Engine, *, writeback: bool, tells: bool) -> 
     if writeback and not is_ignored:
         engine.comm.broadcast(one.plain.data, f"the whole '{_name(one.split)}'", "state")
         values = _split(one.plain.data, one.split)
-        # An equal value is no change, should `gathered()` refuse to write back what it compares after this.
-        if not torch.equal(values.to_local(), one.split.to_local()):
+        # The same bits are no change, should `gathered()` refuse to write back what it compares after this.
+        before, after = (part.to_local().detach().reshape(-1).view(torch.uint8) for part in (one.split, values))
+        if not torch.equal(before, after):
             one.split.copy_(values)
     elif is_ignored and is_changed:
         one.split.copy_(_split(one.plain.data, one.split))  # each rank's own

@@ -84,15 +84,16 @@ def choose_offload(
         return simulated.simulate(options)
 
     def may_be_faster(one: Candidate) -> bool:
-        if _most_tokens_per_s(one) <= fastest or one.verdict == "fits" or not may_fit(one):
-            return False
-        return set(places) != {HOST} or _has_host_room(one)
+        may_move = set(places) != {HOST} or _has_host_room(one)
+        return _most_tokens_per_s(one) > fastest and may_fit(one) and may_move
 
     seen = set[tuple[Options, bool]]()
     for one in simulated.fastest_first(bounds if places else (), _most_tokens_per_s, may_be_faster):
         if (alike := _alike(one.options)) in seen:
             continue
         seen.add(alike)
+        if one.verdict == "fits" and whole(one.options).verdict == "fits":
+            continue
         for place in places:
             made = _fastest(one, place, fastest, simulate, whole)
             if made is not None:
