@@ -40,7 +40,7 @@ def write_whole(path: str | Path, text: str) -> None:
         try:
             unfinished.touch()
         except PermissionError:
-            path.open("r+").close()  # raises if there is no such file
+            path.open("r+").close()  # in place, only a file that exists already is written
             path.write_text(text, "utf-8")
             return
         unfinished.write_text(text, "utf-8")

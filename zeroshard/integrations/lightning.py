@@ -41,7 +41,7 @@ def _check_options(name: str, options: Mapping[str, Any]) -> None:
     """Refuse options that torch's DDP does not have either, whose own say nothing of a sharded model."""
     for first in [one for one in options if one not in signature(DistributedDataParallel).parameters]:
         raise TypeError(
-            f"{name}({first}=) is no option of Lightning's DDPStrategy. Options of zs.shard() go into the first "
+            f"{name}({first}=): Lightning's DDPStrategy has no such option. Options of zs.shard() belong in the first "
             f"argument: {name}({{'{first}': {options[first]!r}}})."
         )
 

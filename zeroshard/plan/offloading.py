@@ -40,7 +40,7 @@ Chain = list[Offload | None]
 LEAST_GAIN: Final = 1.01
 """How many times as fast as the fastest choice another one may be, at least, to be planned in full."""
 LEAST_RESERVED: Final = 0.5
-"""Of what the allocator reserves beside what is allocated with the largest offload: as much at least with others."""
+"""The part of what the allocator reserves beyond what is allocated, with the largest offload, that others need, too."""
 NEAR: Final = 0.25
 """Of what one step more moves, the room that a choice may leave for the search to end there."""
 LEAST_PART: Final = 0.9
@@ -84,8 +84,8 @@ def choose_offload(
         return simulated.simulate(options)
 
     def may_be_faster(one: Candidate) -> bool:
-        may_move = set(places) != {HOST} or _has_host_room(one)
-        return _most_tokens_per_s(one) > fastest and may_fit(one) and may_move
+        is_wanted = _most_tokens_per_s(one) > fastest and may_fit(one)
+        return is_wanted and (set(places) != {HOST} or _has_host_room(one))
 
     seen = set[tuple[Options, bool]]()
     for one in simulated.fastest_first(bounds if places else (), _most_tokens_per_s, may_be_faster):

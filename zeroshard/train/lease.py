@@ -28,7 +28,7 @@ class Lease:
         folder: created if missing.
 
     Raises:
-        ValueError: on entry, if another process holds the lock, and goes on to; the message names its host and process.
+        ValueError: on entry, if another process still holds the lock after 2 s; the message names its host and process.
 
     >>> import tempfile
     >>> from pathlib import Path
