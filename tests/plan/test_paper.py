@@ -23,15 +23,12 @@ from zeroshard.evidence.paper_data import Run
 from zeroshard.evidence.paper_runs import (
     BUDGET_BYTES,
     DGX_2,
-    filling_s,
     film_of,
     model_of,
     outcome_of,
-    reductions_of,
     software_part,
 )
 from zeroshard.evidence.paper_tables import Column, Table
-from zeroshard.plan.named import own_units
 
 # The fixture plays all of the paper's runs: a minute on a quiet core, in each process that has a test of this file.
 pytestmark = [pytest.mark.timeout(600), pytest.mark.rotates(together=True)]
@@ -142,27 +139,6 @@ def test_five_ratios_to_the_baseline_are_within_25_percent() -> None:
     errors = ratio_errors()
     assert [size for size, error in errors.items() if abs(error) > 0.25] == ["1.5B", "40B", "60B", "170B"]
     assert len(errors) == 9
-
-
-@pytest.mark.parametrize("run", data.FIGURE_4[2::3], ids=lambda run: run.label)
-def test_each_rank_gets_its_part_of_the_gradients(run: Run) -> None:
-    parts, units = reductions_of(run), own_units(model_of(run)).values()
-    sizes = [numel for parameters in units for _, numel in parameters]
-    assert sum(parts) == sum(sizes)
-    matrices = [numel for numel in sizes if numel > 8 * run.hidden]
-    assert max(parts) <= -(-sum(matrices) // run.devices)
-    # One for each gradient that begins no part beside the one before, and one for each border in a gradient.
-    assert run.devices <= len(parts) <= len(sizes) + 2 * run.devices
-
-
-def test_a_chain_fills_at_the_pace_of_each_hop() -> None:
-    run = data.FIGURE_4[2]
-    parts, ranks = reductions_of(run), run.devices
-    beside, node = ranks // 16 - 1, 100e9 * DGX_2.node_part
-    chunks = sum(min(4 * 2**20, 2 * numel) for numel in parts)
-    each_s = beside / node + (ranks - 1 - beside) / (DGX_2.link_bytes_per_s * DGX_2.link_part)
-    hops_s = beside * DGX_2.node_hop_s + (ranks - 1 - beside) * DGX_2.hop_s
-    assert filling_s(run, DGX_2) == pytest.approx(len(parts) * hops_s + chunks * each_s)
 
 
 def test_the_baseline_falls_where_it_crosses_nodes() -> None:

@@ -11,8 +11,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from zeroshard import cli
 from zeroshard.plan.machine.presets import DEVICES, device_named
 from zeroshard.plan.margins import MEMORY, margin_of
+from zeroshard.plan.named import PRECISIONS, own_units, specs_of
 from zeroshard.plan.planning import make_plan
 from zeroshard.plan.result import Plan
+from zeroshard.plan.shape.shapes import SHAPES
+from zeroshard.plan.step.chains import chains_of
 from zeroshard.plan.step.clock import Clock
 from zeroshard.plan.systems import SYSTEMS
 from zeroshard.report.plans import read_sources
@@ -73,6 +76,40 @@ def test_matrices_that_are_exchanged_alone_and_again_after_recomputation() -> No
     # Nothing is computed meanwhile.
     busy = [one for one in made.film.lanes if one.lane == "compute" and not one.is_exposed]
     assert not any(one.start_s < reduced[0].stop_s and one.stop_s > reduced[0].start_s for one in busy)
+
+
+@pytest.mark.parametrize("ranks", [2, 16, 100])
+def test_each_rank_gets_its_part_of_the_gradients_alone(ranks: int) -> None:
+    specs = specs_of(own_units(shape := SHAPES["gpt2-xl"]), row_of_stage(2), PRECISIONS["bf16"], ranks)
+    parts = [numel for found in chains_of(specs).values() for numel in found]
+    sizes = [numel for spec in specs for bucket in spec.reduced for numel in bucket.layout.numels]
+    matrices = [numel for numel in sizes if numel > 8 * shape.hidden]
+    assert sum(parts) == sum(sizes) == shape.numel()
+    assert max(parts) <= -(-sum(matrices) // ranks)
+    # One for each gradient that begins no part beside the one before, and one for each border in a gradient.
+    assert ranks <= len(parts) <= len(sizes) + 2 * ranks
+    assert not chains_of(specs_of(own_units(shape), row_of_stage(1), PRECISIONS["bf16"], ranks))
+
+
+def test_a_chain_fills_at_the_pace_of_each_hop() -> None:
+    device = dataclasses.replace(DEVICES["a100-80"], hop_s=1e-6, node_hop_s=2e-6)
+    link = device.link_bytes_per_s * device.link_part
+    node = device.node_bytes_per_s * device.node_part
+    for nbytes, part_bytes in ((2**20, 2**20), (64 * 2**20, 4 * 2**20)):
+        took_s = device.collective_s("chain", nbytes, device.spread(24), 4 * 2**20)
+        hops_s = 2 * (2e-6 + part_bytes / node) + 21 * (1e-6 + part_bytes / link)
+        assert took_s == pytest.approx(hops_s + nbytes / min(link, node))
+
+
+def test_chains_are_waited_for_where_ranks_keep_parts_of_gradients() -> None:
+    system = dataclasses.replace(SYSTEMS["zeroshard"], chain_bytes=4 * 2**20)
+    plans = [make_plan("gpt2-xl", world_size=16, seq=1024, device="a100", stage=n, system=system) for n in (1, 2)]
+    beside = [make_plan("gpt2-xl", world_size=16, seq=1024, device="a100", stage=n) for n in (1, 2)]
+    assert plans[0].step_s == beside[0].step_s
+    (reduced,) = (one for one in plans[1].film.lanes if one.lane == "reduce" and one.what.endswith(".h.7"))
+    busy = [one for one in plans[1].film.lanes if one.lane == "compute" and not one.is_exposed]
+    assert not any(one.start_s < reduced.stop_s and one.stop_s > reduced.start_s for one in busy)
+    assert plans[1].peak_bytes == beside[1].peak_bytes and plans[1].step_s > beside[1].step_s
 
 
 def test_exchanges_of_tensor_ranks_hide_behind_products() -> None:

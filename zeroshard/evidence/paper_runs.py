@@ -25,7 +25,6 @@ allgather_bucket_size, and its version 0.2, of May 2020: `average_tensor` of pt/
 defaults `reduce_scatter` and no `overlap_comm`.
 """
 
-from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
@@ -53,16 +52,15 @@ __all__ = [
     "Assumptions",
     "BUDGET_BYTES",
     "CB_BYTES",
+    "CHAIN_BYTES",
     "DGX_2",
     "KERNELS",
     "Outcome",
     "ROWS",
-    "filling_s",
     "film_of",
     "model_of",
     "outcome_of",
     "parts_of",
-    "reductions_of",
     "row_of",
     "software_part",
 ]
@@ -91,12 +89,8 @@ GROUPS: Final = 3
 """Number of communicators of a rank: for all ranks, for model-parallel ranks, and for data-parallel ranks."""
 BUDGET_BYTES: Final = DGX_2.memory_bytes - DGX_2.context_bytes - GROUPS * DGX_2.communicator_bytes
 """Bytes available to the allocator."""
-CHUNK_BYTES: Final = 4 * 2**20 // 8
-"""Of a reduction, which a rank passes on at once in a ring of NCCL."""
-VECTOR: Final = 8
-"""Times the hidden size, more than any bias or norm has elements."""
-RINGS: Final = 8
-"""Of a collective of whole nodes, with a part of its bytes each: one for each adapter."""
+CHAIN_BYTES: Final = 4 * 2**20
+"""That a rank passes on at a time, of the rings of a reduction by whole nodes: one for each adapter."""
 ROWS: Final[Mapping[str, Residency]] = MappingProxyType(
     dict(zip(("baseline", "P_os", "P_os+g", "P_os+g+p"), STAGES.values(), strict=True))
 )
@@ -217,51 +211,20 @@ def software_part() -> float:
     return film_of(MEGATRON, device).step_s * MEGATRON.published * 1e12 / operations_of(MEGATRON)
 
 
-def reductions_of(run: Run) -> list[int]:
-    """Return the elements of each reduction of a backward: what a rank owns of a gradient, and of those beside it."""
-    sizes = [numel for parameters in own_units(model_of(run), run.tensor).values() for _, numel in parameters]
-    sums, found, last = Counter[bool](), list[int](), (False, -1)
-    for numel in sizes:
-        sums[numel > VECTOR * run.hidden] += numel
-    ends, ranks = sums.copy(), run.devices // run.tensor
-    for numel in reversed(sizes):
-        group = numel > VECTOR * run.hidden
-        stop, owned = ends[group], -(-sums[group] // ranks)
-        ends[group] = start = stop - numel
-        for rank in range(start // owned, (stop - 1) // owned + 1):
-            before = found.pop() if last == (group, rank) else 0
-            found.append(before + min(stop, (rank + 1) * owned) - max(start, rank * owned))
-            last = group, rank
-    return found
-
-
-def filling_s(run: Run, device: Device) -> float:
-    """Return the seconds in which the chains of a backward's reductions fill, beside those in which they run."""
-    span = device.spread(run.devices // run.tensor, run.tensor)
-    beside, within = span.nodes - 1, span.ranks - span.nodes
-    node = device.node_bytes_per_s * device.node_part / span.sharing
-    rings = max(1, RINGS * span.per_node // device.node_ranks)
-    chunks = [min(CHUNK_BYTES * rings, 2 * numel) for numel in reductions_of(run)]
-    hops_s = beside * device.node_hop_s + within * device.hop_s
-    each_s = beside / node + within / (device.link_bytes_per_s * device.link_part)
-    return len(chunks) * hops_s + sum(chunks) * each_s
-
-
 @cache
 def outcome_of(run: Run, given: Assumptions = AS_SAID) -> Outcome:
     """Predict a run."""
-    part, device, row = software_part() if given.is_slowed else 1.0, DGX_2, row_of(run.row)
+    part, device = software_part() if given.is_slowed else 1.0, DGX_2
     if given.has_preset_latencies:
         preset = DEVICES["v100-32"]
         device = replace(device, hop_s=preset.hop_s, node_hop_s=preset.node_hop_s)
-    is_alone = given.reduces_alone and row.cuts_gradients and not row.cuts_parameters
     film = film_of(
         run,
         device,
         lambda cost: device.kernel_s(cost, "float16") / part,
-        replace(ZEROSHARD, reduces_beside=not is_alone),
+        replace(ZEROSHARD, chain_bytes=CHAIN_BYTES if given.reduces_alone else 0),
     )
-    step_s, peak_bytes = film.step_s + is_alone * filling_s(run, device), film.peak[0]
+    step_s, peak_bytes = film.step_s, film.peak[0]
     state_bytes = sum(film.resident_bytes[column] for column in ("parameters", "gradients", "states"))
     # Megatron-LM and torch's DistributedDataParallel have other buffers, at most of the gradients' size.
     peak_bytes += CB_BYTES if run.row in CONFIGURATIONS else 0

@@ -42,6 +42,8 @@ CLEARED_S_PER_BYTE: Final = 0.35 / 16e9
 (github.com/ggml-org/llama.cpp/pull/5429). Another project measured 31 ms for a gibibyte
 (github.com/vortex-data/vortex/pull/7831).
 """
+CHUNK_BYTES: Final = 4 * MIB // 8
+"""What a rank of one ring passes on at a time: an eighth of its buffer (NCCL 2.8, src/init.cc, collectives.h)."""
 TILE: Final = (128, 256)
 """Rows and columns of a result that one multiprocessor computes at a time."""
 
@@ -215,13 +217,15 @@ class Device:
         per_node = max(1, min(ranks, self.node_ranks // stride))
         return Span(ranks, per_node, min(stride, self.node_ranks))
 
-    def collective_s(self, kind: str, nbytes: float, span: Span) -> float:
+    def collective_s(self, kind: str, nbytes: float, span: Span, chain_bytes: int = 0) -> float:
         """Return the seconds of one collective.
 
         Args:
-            kind: "gather", "reduce" (a reduce-scatter), "all-reduce", "send" or "all-to-all".
+            kind: "gather", "reduce" (a reduce-scatter), "all-reduce", "chain" (a reduction to one rank), "send" or
+                "all-to-all".
             nbytes: bytes of the full tensor, as after a gather or before a reduction. For "send" and "all-to-all", the
                 maximum that one rank sends or receives.
+            chain_bytes: that each rank of a chain passes on at a time, if all of a node are in it.
         """
         if span.ranks <= 1 or nbytes <= 0:
             return 0.0
@@ -233,6 +237,11 @@ class Device:
         if kind == "send":
             return hop_s + nbytes / link
         hops = span.ranks - 1
+        if kind == "chain":
+            # Its last rank has the first bytes when they have passed all others.
+            beside, part = span.nodes - 1, max(CHUNK_BYTES, chain_bytes * span.per_node // self.node_ranks)
+            inside_s = self.hop_s + min(part, nbytes) / (self.link_bytes_per_s * self.link_part)
+            return nbytes / link + beside * (hop_s + min(part, nbytes) / link) + (hops - beside) * inside_s
         if kind == "all-to-all":
             # Each node's adapters carry what its ranks send to other nodes, all at the same time.
             outside = nbytes * (span.ranks - span.per_node) / hops * span.per_node / link

@@ -160,7 +160,7 @@ class Clock:
         start_s = max(self.now_s, self.free_s[lane], not_before_s)
         stop_s = start_s
         for kind, nbytes, axis in works:
-            stop_s += self._device.collective_s(kind, nbytes, self._spans[axis])
+            stop_s += self._device.collective_s(kind, nbytes, self._spans[axis], self._system.chain_bytes)
             stop_s += self._system.piece_s * self._spans[axis].ranks
         if stop_s > start_s:
             self.lanes.append(LaneSpan(lane, start_s, stop_s, what))

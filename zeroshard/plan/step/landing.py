@@ -10,6 +10,7 @@ from functools import partial
 from typing import final
 
 from zeroshard.plan.shape.tape import Instruction
+from zeroshard.plan.step.chains import chains_of
 from zeroshard.plan.step.clock import Clock, sent_of
 from zeroshard.plan.step.elsewhere import Elsewhere
 from zeroshard.plan.step.rank_job import Job
@@ -48,6 +49,8 @@ class Landing:
         self._reduced_s = 0.0
         self._under_way: list[BucketSpec] = []
         """The buckets of the last reduction, until it is finished."""
+        self._chains = chains_of(job.units) if job.system.chain_bytes else {}
+        """By bucket, the elements of each reduction to one rank."""
         self._later: list[tuple[str, int, str]] = []
         """Exchanges of a program that makes them after the last backward."""
         self._tails: list[BucketSpec] = []
@@ -168,16 +171,18 @@ class Landing:
             nbytes = bucket.layout.full_numel * itemsize(bucket.formats.reduce)
             kind = "all-reduce" if bucket.updates_all or self._job.system.sums_everywhere else "reduce"
             sizes = (numel * itemsize(bucket.formats.reduce) for numel in bucket.layout.numels)
-            works += [(kind, one, "shard") for one in self._job.system.exchanges(nbytes, sizes)]
+            chain = [numel * itemsize(bucket.formats.reduce) for numel in self._chains.get(bucket.number, ())]
+            works += [("chain", one, "shard") for one in chain]
+            works += [(kind, one, "shard") for one in self._job.system.exchanges(nbytes, sizes) if not chain]
             if bucket.replicas > 1:
                 shard_bytes = nbytes // bucket.layout.world_size
                 works.append(("all-reduce", shard_bytes, "replicate"))
                 span = self._job.spans["replicate"]
                 clock.sent["replicate all-reduce"] += sent_of("all-reduce", shard_bytes, span)
             self._under_way.append(bucket)
-        if self._job.system.reduces_beside:
+        if self._job.system.reduces_beside or self._chains:
             self._reduced_s = clock.collect("reduce", spec.name, works)
-            clock.wait("reductions", self._reduced_s * (self._job.system.piece_s > 0))
+            clock.wait("reductions", self._reduced_s * (self._job.system.piece_s > 0 or bool(self._chains)))
         else:
             self._later += works
         if self._job.wire.is_in_place:

@@ -59,6 +59,8 @@ class System:
             all are made, so that an exchange hides behind the kernel after or before, but for the part of one rank.
         piece_s: if above 0, each matrix is gathered and reduced alone, and gathered again after its recomputation where
             others follow it; the device waits for each, and the host takes so many seconds for each rank's part.
+        chain_bytes: if above 0, what a rank owns of cut gradients is reduced to it alone, in the stream of the kernels:
+            through a chain of all ranks, each of which passes on so many bytes at a time where all of a node take part.
         node_factor: factor of the bandwidth between nodes that its exchanges reach.
         host_part, exchange_part: factors of the host's time to queue a kernel, and a collective.
         has_cudnn: whether attention is cuDNN's.
@@ -94,6 +96,7 @@ class System:
     blocked_s: tuple[float, float] = (0.0, 0.0)
     splits_products: bool = False
     piece_s: float = 0.0
+    chain_bytes: int = 0
     node_factor: float = 1.0
     host_part: float = 0.5
     exchange_part: float = 0.5
