@@ -16,7 +16,7 @@ PLANNED = {
     "what a step of any optimizer takes beside its states": 64,
     "operations of traced models as their graph has them, of a CPU's attention and recurrent layers, too": 34,
     "configurations that leave sizes to Transformers, parameters without gradients": 24,
-    "searches with offload that look at few choices, and plan few of them": 47,
+    "searches with offload that look at few choices, and plan few of them": 56,
     "batches that a loop holds until it has the next": 6,
     "sizes of a batch beside inputs are refused": 5,
     "states that are made with the optimizer": 4,
