@@ -33,6 +33,7 @@ from zeroshard.outer.mailbox_wire import (
 from zeroshard.outer.serve import Mailbox
 
 from .islands import SECRET, Arrays, at_once, island, mailbox, options_of, same, secret_in
+from .test_mailbox_exchange import wait_for
 
 ABOUT = {"islands": 1, "ranks": 1, "staleness": None, "bits": 32, "dtype": "<f4", "facts": {}}
 LIMIT_S = 5.0
@@ -336,6 +337,33 @@ def test_a_disk_that_refuses_is_told_to_the_island(box: Mailbox, monkeypatch: py
         reply = put(line, np.ones(10, "<f4"), do="put", version=1)
     assert reply == {"refused": "full", "text": "the mailbox cannot write (No space left on device)."}
     assert still_serves(box)
+
+
+def test_a_disk_that_refuses_the_state_adds_a_change_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("os.fsync", lambda descriptor: None)
+    write, refused = Shelf.write_state, []
+
+    def refuse(shelf: Shelf, state: dict[str, Any]) -> None:
+        if state["base"] and len(refused) < 2:
+            refused.append(state["number"])
+            raise OSError(28, "No space left on device")
+        write(shelf, state)
+
+    monkeypatch.setattr(Shelf, "write_state", refuse)
+    with mailbox(tmp_path) as box:
+        values = np.zeros(10, "<f4")
+        one = island(box, tmp_path, "a", values, 1)
+        values += 2
+        one.exchange()
+        wait_for(lambda: box.book.base and not box.book._parts)
+        late = np.zeros(10, "<f4")
+        island(box, tmp_path, "b", late, 1).close()
+        one.close()
+    assert "changes are not added to the anchors: [Errno 28] No space left on device" in caplog.text
+    assert same(late, np.full(10, 2, "<f4"))
+    assert refused == [2, 2]
 
 
 # -- islands ----------------------------------------------------------------------------------------------------------

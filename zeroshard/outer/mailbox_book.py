@@ -17,43 +17,19 @@ Note: the horizon
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Any, Final, final
 
 from zeroshard.outer.mailbox_codec import Form
-from zeroshard.outer.mailbox_facts import Facts
+from zeroshard.outer.mailbox_facts import ACTIVE, DONE, GONE, HERE, LEFT, Facts, Member
 from zeroshard.outer.mailbox_files import PartReader, PartWriter, Shelf, stored_bytes
 from zeroshard.outer.mailbox_order import Change, Fold, Versions, in_order, name_order
 from zeroshard.outer.mailbox_wire import Refused
 
-__all__ = ["ACTIVE", "Book", "Member"]
+__all__ = ["Book"]
 
-ACTIVE, DONE, GONE, LEFT = "active", "done", "gone", "left"
-HERE: Final = (ACTIVE, DONE)
-"""States of islands that take changes in."""
 _MOST_ISLANDS: Final = 1024
 _CLOSED_S: Final = 1.0
 """After so many seconds without a connection an island is gone."""
-
-
-@dataclass
-class Member:
-    """An island.
-
-    Args:
-        launch: names the start of the island; a restart has another.
-        since: the version behind which it continues.
-    """
-
-    name: str
-    launch: str
-    since: int
-    state: str = ACTIVE
-    taken: dict[int, Versions] = field(default_factory=dict)
-    """By rank: the newest version taken in from each island."""
-    heard_s: float = 0.0
-    lines: int = 0
-    """Open connections."""
 
 
 @final
@@ -404,17 +380,26 @@ class Book:
             changes = in_order(
                 (version, name)
                 for version, name in self._parts
-                if version <= horizon.get(name, 0) and self._is_whole((version, name))
+                if self.base.get(name, 0) < version <= horizon.get(name, 0) and self._is_whole((version, name))
             )
             if not changes:
                 return None
             return Fold(tuple(changes), {**self.base, **{name: version for version, name in changes}})
 
     def finish_fold(self, fold: Fold) -> None:
-        """Make the next anchors, which are on the disk, the valid ones, and remove what they contain."""
+        """Make the next anchors, which are on the disk, the valid ones, and remove what they contain.
+
+        Raises:
+            OSError: the disk refuses; the anchors and the versions in them are those from before.
+        """
         with self.changed:
+            before = self.number, self.base
             self.number, self.base = self.number + 1, fold.versions
-            self._save()
+            try:
+                self._save()
+            except OSError:
+                self.number, self.base = before
+                raise
             for change in fold.changes:
                 self._drop(change)
             self.shelf.drop_anchors(besides=self.number)

@@ -1,15 +1,20 @@
-"""What all islands of a mailbox must have in common.
+"""What a mailbox notes of its islands: what all of them must have in common, and the state of each.
 
 Owns the comparison. It must not know who joins (`mailbox_book.py`).
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Final
 
 from zeroshard.outer.mailbox_codec import Form
+from zeroshard.outer.mailbox_order import Versions
 
-__all__ = ["Facts"]
+__all__ = ["ACTIVE", "DONE", "GONE", "HERE", "LEFT", "Facts", "Member"]
+
+ACTIVE, DONE, GONE, LEFT = "active", "done", "gone", "left"
+HERE: Final = (ACTIVE, DONE)
+"""States of islands that take changes in."""
 
 
 @dataclass(frozen=True)
@@ -44,3 +49,23 @@ class Facts:
             if mine.get(key) != theirs.get(key):
                 return f"island '{name}' has {key}={theirs.get(key)!r}, the other islands {key}={mine.get(key)!r}."
         return ""
+
+
+@dataclass
+class Member:
+    """An island.
+
+    Args:
+        launch: names the start of the island; a restart has another.
+        since: the version behind which it continues.
+    """
+
+    name: str
+    launch: str
+    since: int
+    state: str = ACTIVE
+    taken: dict[int, Versions] = field(default_factory=dict)
+    """By rank: the newest version taken in from each island."""
+    heard_s: float = 0.0
+    lines: int = 0
+    """Open connections."""

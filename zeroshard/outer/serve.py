@@ -18,9 +18,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, Self, final
 
-from zeroshard.outer.mailbox_book import Book, Member
+from zeroshard.outer.mailbox_book import Book
 from zeroshard.outer.mailbox_codec import check_bits
-from zeroshard.outer.mailbox_facts import Facts
+from zeroshard.outer.mailbox_facts import Facts, Member
 from zeroshard.outer.mailbox_files import PartReader, PartWriter, Shelf
 from zeroshard.outer.mailbox_fold import fold
 from zeroshard.outer.mailbox_order import DTYPES, check_name
