@@ -74,6 +74,11 @@ def put(line: Line, values: np.ndarray, **header: Any) -> dict[str, Any]:
     return ask(line, do="end")
 
 
+def states(box: Mailbox) -> dict[str, str]:
+    with box.book.changed:
+        return {name: one.state for name, one in box.book.members.items()}
+
+
 def is_over(connection: socket.socket) -> bool:
     """Tell whether the mailbox has ended a connection."""
     connection.settimeout(LIMIT_S)
@@ -364,6 +369,30 @@ def test_a_disk_that_refuses_the_state_adds_a_change_once(
     assert "changes are not added to the anchors: [Errno 28] No space left on device" in caplog.text
     assert same(late, np.full(10, 2, "<f4"))
     assert refused == [2, 2]
+
+
+def test_nobody_waits_for_who_goes_while_the_disk_is_full(box: Mailbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = [member(box, name=name, islands=2, staleness=0) for name in "ab"]
+    with monkeypatch.context() as patch:
+        patch.setattr("os.rename", lambda *names: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+        lines[1].close()
+        wait_for(lambda: states(box)["b"] == "gone")
+    assert put(lines[0], np.ones(10, "<f4"), do="put", version=1) == {"version": 1}
+    ask(lines[0], do="taken", taken={"a": 1})
+    wait_for(lambda: box.book.base == {"a": 1})
+    assert ["b", "x:1", 0, "gone"] in box.book.shelf.read_state()["members"]
+    lines[0].close()
+    wait_for(lambda: states(box)["a"] == "gone")
+
+
+def test_a_mailbox_that_cannot_watch_ends(tmp_path: Path) -> None:
+    program = "import sys\nfrom zeroshard.outer.mailbox_book import Book\nfrom zeroshard.cli import main\n"
+    program += "Book.expire = lambda self: {}['x']\nmain()"
+    command = [sys.executable, "-c", program, "outer", "--serve", "--address", "127.0.0.1:0"]
+    command += ["--secret-file", str(secret_in(tmp_path)), "--folder", str(tmp_path / "mailbox")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=20)
+    assert done.returncode > 0
+    assert "the mailbox cannot go on: KeyError: 'x'. Start it again with its folder." in done.stderr
 
 
 # -- islands ----------------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ Note: the horizon
     An island that is gone or has left holds nothing back: if it comes back, it starts from the anchors.
 """
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -353,8 +354,9 @@ class Book:
             for member in found:
                 member.state = GONE
             if found:
-                self._save()
                 self._tell()
+                with contextlib.suppress(OSError):  # it matters after a change is removed, and a fold writes it, too
+                    self._save()
             return [one.name for one in found]
 
     def _is_alive(self, member: Member) -> bool:

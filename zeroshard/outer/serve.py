@@ -82,6 +82,7 @@ class Mailbox:
         self._strangers: list[socket.socket] = []
         self._lines: set[socket.socket] = set()
         self._lock, self._folding, self._is_over = threading.Lock(), threading.Lock(), threading.Event()
+        self._problem: Exception | None = None
 
     def __enter__(self) -> Self:
         shelf = Shelf(self._folder)
@@ -116,8 +117,20 @@ class Mailbox:
         self.book.shelf.close()
 
     def wait(self) -> None:
-        """Serve until the context ends."""
+        """Serve until the context ends.
+
+        Raises:
+            MailboxError: a thread of the mailbox has failed.
+        """
         self._is_over.wait()
+        self.check()
+
+    def check(self) -> None:
+        """Raise MailboxError if the thread that watches islands has failed: then nobody is ever gone."""
+        if (error := self._problem) is not None:
+            raise MailboxError(
+                f"the mailbox cannot go on: {type(error).__name__}: {error}. Start it again with its folder."
+            ) from error
 
     # -- threads ------------------------------------------------------------------------------------------------------
 
@@ -162,11 +175,20 @@ class Mailbox:
             _shut(connection)
 
     def _keep(self) -> None:
+        try:
+            self._watch()
+        except Exception as error:
+            self._problem = error
+            self._is_over.set()
+
+    def _watch(self) -> None:
         """Add changes that all have taken in to the anchors, and look who is gone."""
         while not self._is_over.is_set():
-            for name in self.book.expire():
-                _LOG.warning("island '%s' is gone: no word from it for %g s; nobody waits for it", name, self._gone_s)
             try:
+                for name in self.book.expire():
+                    _LOG.warning(
+                        "island '%s' is gone: no word from it for %g s; nobody waits for it", name, self._gone_s
+                    )
                 with self._folding:
                     while not self._is_over.is_set() and (due := self.book.plan_fold()) is not None:
                         fold(self.book, due)

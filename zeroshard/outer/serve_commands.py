@@ -77,7 +77,8 @@ def _serve(mailbox: "Mailbox", show: Callable[[str], None]) -> None:
     logger.setLevel(logging.INFO)
     with mailbox:
         show(f"listening on {mailbox.address}")
-        signal.sigwait(ends)
+        while signal.sigtimedwait(ends, 1.0) is None:
+            mailbox.check()
     show("ended")
 
 
