@@ -534,6 +534,38 @@ def test_a_damaged_state_is_refused(tmp_path: Path, box: Mailbox) -> None:
     Shelf(tmp_path / "mailbox").close()  # nothing holds the folder
 
 
+@pytest.mark.parametrize(
+    ("what", "kept"),
+    [
+        ("state.json", None),
+        ("state.json", -1),
+        ("anchors-000002/part-00000", None),
+        ("anchors-000002/part-00000", -1),
+        ("changes/000000000002-a/part-00000", -1),
+    ],
+)
+def test_a_folder_that_has_lost_a_file_is_refused(what: str, kept: int | None, tmp_path: Path, box: Mailbox) -> None:
+    lines = [member(box, name=name, islands=2, staleness=3) for name in "ab"]
+    for version in (1, 2):
+        put(lines[0], np.ones(10, "<f4"), do="put", version=version)
+    for line in lines:
+        ask(line, do="taken", taken={"a": 1})
+    wait_for(lambda: box.book.base == {"a": 1})
+    box.__exit__()
+    path = tmp_path / "mailbox" / what
+    data = path.read_bytes()
+    if kept is None:
+        path.unlink()
+    else:
+        path.write_bytes(data[:kept])
+    with pytest.raises(MailboxError, match=rf"{path}: (is missing|is damaged|cannot be opened|has 43 bytes)"):
+        mailbox(tmp_path).__enter__()
+    path.write_bytes(data)
+    with mailbox(tmp_path) as again:
+        assert again.book.base == {"a": 1}
+        assert list(again.book._parts) == [(2, "a")]
+
+
 def test_a_damaged_change_is_not_given_away(box: Mailbox) -> None:
     line = member(box, islands=2, staleness=5)
     put(line, np.ones(10, "<f4"), do="put", version=1)

@@ -22,7 +22,7 @@ from typing import Any, Final, final
 
 from zeroshard.outer.mailbox_codec import Form
 from zeroshard.outer.mailbox_facts import ACTIVE, DONE, GONE, HERE, LEFT, Facts, Member
-from zeroshard.outer.mailbox_files import PartReader, PartWriter, Shelf, stored_bytes
+from zeroshard.outer.mailbox_files import PartReader, PartWriter, Shelf, check_part, stored_bytes
 from zeroshard.outer.mailbox_order import Change, Fold, Versions, in_order, name_order
 from zeroshard.outer.mailbox_wire import Refused
 
@@ -164,9 +164,10 @@ class Book:
                 f"'{name}' alone until it has loaded its checkpoint.",
             )
         self._anchored = set()
-        self.shelf.drop_anchors(besides=0)
         for member in self.members.values():
             member.state = GONE if member.state in HERE else member.state
+        self._save()
+        self.shelf.drop_anchors(besides=0)
 
     def hello(self, name: str, launch: str, rank: int, taken: Mapping[str, int] | None) -> Member:
         """Return the island of a rank that connects again.
@@ -455,6 +456,7 @@ class Book:
                 "facts": vars(self.facts) | {"others": dict(self.facts.others)},
                 "members": [[one.name, one.launch, one.since, one.state] for one in members],
                 "number": self.number,
+                "is_anchored": self.is_anchored,
                 "base": self.base,
                 "numels": {str(rank): numel for rank, numel in self._numels.items()},
                 "founder": self._founder,
@@ -463,7 +465,11 @@ class Book:
         )
 
     def _restore(self) -> None:
-        """Continue from the files."""
+        """Continue from the files.
+
+        Raises:
+            MailboxError: a file that the mailbox has acknowledged is missing or of another size.
+        """
         state = self.shelf.read_state()
         if state is None:
             return
@@ -477,15 +483,19 @@ class Book:
             member.heard_s = self._clock() + self._gone_s - min(self._gone_s, _CLOSED_S)
             self.members[name] = member
         self._anchored = self._sound(self.shelf.parts_of_anchors(self.number), self.facts.form.plain)
+        for rank in range(self.facts.ranks) if state.get("is_anchored", self.number > 1) else ():
+            check_part(self.shelf.anchors(self.number, rank), self.nbytes(rank))
         self.shelf.drop_anchors(besides=self.number)
         for version, name, parts in self.shelf.changes():
             known = self.members.get(name)
-            ranks = self._sound(parts, self.facts.form)
-            is_late = known is not None and len(ranks) < self.facts.ranks and version <= known.since
-            if known is None or version <= self.base.get(name, 0) or is_late or not ranks:
+            is_late = known is not None and len(parts) < self.facts.ranks and version <= known.since
+            is_over = known is None or version <= self.base.get(name, 0) or is_late
+            if is_over or not parts or not self.is_anchored:
                 self.shelf.drop_change(version, name)
-            else:
-                self._parts[version, name] = ranks
+                continue
+            for rank in parts:
+                check_part(self.shelf.change(version, name, rank), self.change_bytes(rank), self.facts.form.piece_bytes)
+            self._parts[version, name] = set(parts)
 
     def _sound(self, parts: Mapping[int, int], form: Form) -> set[int]:
         """Return the ranks whose files have the size of parts in a form."""

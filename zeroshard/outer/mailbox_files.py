@@ -30,6 +30,7 @@ __all__ = [
     "PartWriter",
     "Shelf",
     "bytes_of",
+    "check_part",
     "crc_of",
     "pieces_of",
     "read_array",
@@ -39,6 +40,9 @@ __all__ = [
 ]
 
 _MOST_STATE_BYTES: Final = 8 << 20
+_REMEDY: Final = (
+    "Restore it; or give an empty --folder, which the first island that comes back founds again with its anchors."
+)
 _CRC_BYTES: Final = 4
 _FOLDER: Final = re.compile(r"(\d{1,16})-([A-Za-z0-9._-]{1,64})")
 _PART: Final = re.compile(r"part-(\d{1,7})")
@@ -178,6 +182,18 @@ class PartReader:
         os.close(self._file)
 
 
+def check_part(path: Path, nbytes: int, piece_bytes: int = PIECE_BYTES) -> None:
+    """Compare the size of a part that was acknowledged.
+
+    Raises:
+        MailboxError: the file is missing or of another size; the text also says what can be done.
+    """
+    try:
+        PartReader(path, nbytes, piece_bytes).close()
+    except MailboxError as error:
+        raise MailboxError(f"{error} The mailbox has acknowledged it. {_REMEDY}") from error
+
+
 def write_array(path: Path, values: np.ndarray) -> int:
     """Write a flat array as a part, which a loss of power may cut, and return the CRC-32 of its bytes."""
     writer = PartWriter(path, values.nbytes, is_durable=False)
@@ -259,13 +275,15 @@ class Shelf:
         """Return what `write_state` wrote last; None in a new folder.
 
         Raises:
-            MailboxError: the file is damaged.
+            MailboxError: the file is damaged, or it alone is missing.
         """
         path = self.folder / "state.json"
         try:
             with path.open("rb") as file:
                 data = file.read(_MOST_STATE_BYTES + 1)
         except FileNotFoundError:
+            if (part := next(self.folder.rglob("part-*"), None)) is not None:
+                raise MailboxError(f"{path}: is missing, but {part} is there. {_REMEDY}") from None
             return None
         text, _, code = data.rpartition(b"\n")
         if len(data) > _MOST_STATE_BYTES or code != b"%d" % zlib.crc32(text):
