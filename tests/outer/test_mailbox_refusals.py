@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from zeroshard.outer import mailbox_wire, serve
+from zeroshard.outer import island_post, mailbox_wire, serve
 from zeroshard.outer.island_options import IslandOptions
 from zeroshard.outer.island_source import open_mailbox
 from zeroshard.outer.mailbox_files import Shelf, read_array, write_array
@@ -329,10 +329,51 @@ def test_a_full_mailbox_refuses_and_islands_go_on(
             one.exchange()
             time.sleep(0.01)
         assert "the mailbox is full: 808 bytes of changes" in caplog.text
-        assert "island 'a' goes on, and puts version 3 later" in caplog.text
+        assert "island 'a' puts version 3 later, and goes on: " in caplog.text
         at_once(partial(one.finish, others=True), partial(other.finish, others=True))
     assert same(values[0], np.full(100, 40.0, "<f4"))
     assert same(values[1], values[0])
+
+
+def test_what_is_taken_in_makes_room_for_what_is_put(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.fsync", lambda descriptor: None)
+    with mailbox(tmp_path, most_bytes=1000) as box:
+        values = [np.zeros(100, "<f4"), np.zeros(100, "<f4")]
+        join = [partial(island, box, tmp_path, n, v, staleness=None) for n, v in zip("ab", values, strict=True)]
+        one, other = at_once(*join)
+        wait_for(lambda: one.exchange() or box.book._last("a") == 2)
+        wait_for(lambda: other._source._post.look().here.get("a") == 2)
+        for each in (other, one):
+            each.exchange()  # what it offers is refused as long as the mailbox is full, and it takes in what is there
+        wait_for(lambda: box.book.base.get("a") == 2)
+        wait_for(lambda: box.book._last("b") == 1)
+        one.close()
+        other.close()
+
+
+def test_islands_that_wait_have_room_for_the_slowest_or_do_not_join(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("os.fsync", lambda descriptor: None)
+    monkeypatch.setattr(island_post, "_MOST_PAUSE_S", 0.1)
+    values = {name: np.zeros(100, "<f4") for name in "ab"}
+
+    def run(name: str) -> None:
+        one = island(box, tmp_path, name, values[name], staleness=1)
+        for step in range(8):
+            time.sleep(0.1 if (name == "a") == (step < 4) else 0)  # one is slow, then the other
+            values[name] += 2
+            one.after_step()
+        one.finish(others=True)
+
+    with mailbox(tmp_path, most_bytes=5 * 404 - 1) as box:
+        text = "at staleness 1 the mailbox may have to hold 5 changes, 2,020 bytes, and holds 2,019. Start it with "
+        with pytest.raises(MailboxError, match=text):
+            run("a")
+    with mailbox(tmp_path, most_bytes=5 * 404) as box:
+        at_once(*(partial(run, name) for name in "ab"), limit_s=20.0)
+    assert same(values["a"], np.full(100, 16.0, "<f4"))
+    assert same(values["b"], values["a"])
 
 
 def test_a_disk_that_refuses_is_told_to_the_island(box: Mailbox, monkeypatch: pytest.MonkeyPatch) -> None:

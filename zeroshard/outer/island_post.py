@@ -312,11 +312,11 @@ class Post:
                 break
             try:
                 with self._lines.use("put") as line:
+                    self._tell(line)  # first: what is taken in makes room for what is put
                     # A connection of a later launch would put what was offered before the island joined again.
                     if offered is not None and self._outgoing is offered:
                         self._lines.send(line, {"do": "put", "version": offered[0]}, offered[1], self._form.piece_bytes)
                         self._forget(offered)
-                    self._tell(line)
                 pause_s = _LEAST_PAUSE_S
                 continue
             except Refused as error:
@@ -341,7 +341,7 @@ class Post:
             self._lines.ask(line, {"do": "taken", "taken": taken})
             with self._changed:
                 self._told = taken if launch == self._launch else self._told
-        if self._is_done and not self._has_told_done:
+        if self._is_done and self._outgoing is None and not self._has_told_done:
             self._lines.ask(line, {"do": "done"})
             self._has_told_done = True
 
@@ -356,7 +356,8 @@ class Post:
             if error.kind == "gone":
                 self._is_gone = True
             elif error.kind == "full":
-                _LOG.warning("island '%s' goes on, and puts version %d later: %s", self._name, version, error)
+                until = "goes on" if self._about["staleness"] is None else "waits when the next one is due"
+                _LOG.warning("island '%s' puts version %d later, and %s: %s", self._name, version, until, error)
             elif error.kind != "old":
                 self._error = str(error)
             self._notify()

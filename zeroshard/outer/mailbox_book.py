@@ -20,7 +20,6 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Final, final
 
-from zeroshard.outer.mailbox_codec import Form
 from zeroshard.outer.mailbox_facts import ACTIVE, DONE, GONE, HERE, LEFT, Facts, Member
 from zeroshard.outer.mailbox_files import PartReader, PartWriter, Shelf, check_part, stored_bytes
 from zeroshard.outer.mailbox_order import Change, Fold, Versions, in_order, name_order
@@ -93,6 +92,10 @@ class Book:
                     f"rank {rank} of island '{name}' keeps {numel:,} elements, that of the other islands "
                     f"{self._numels[rank]:,}: islands have the same model, number of ranks and sharding.",
                 )
+            others = sum(self._is_alive(one) for one in self.members.values() if one.name != name)
+            numels = {**self._numels, rank: numel}.values()
+            if text := facts.lack_of_room(max(facts.islands, 1 + others), numels, self._most_bytes):
+                raise Refused("differs", text)
             member = self.members.get(name)
             if member is None or member.launch != launch:
                 if anew:
@@ -212,7 +215,7 @@ class Book:
             if rank in self._parts.get((version, name), ()):
                 return None
             form, nbytes = self.facts.form, self.change_bytes(rank)
-            if self._stored() + self._reserved + stored_bytes(nbytes, form.piece_bytes) > self._most_bytes:
+            if self._stored() + self._reserved + self.facts.stored_bytes(self._numel(rank)) > self._most_bytes:
                 raise Refused(
                     "full",
                     f"the mailbox is full: {self._stored():,} bytes of changes that not all islands have taken in, of "
@@ -434,11 +437,8 @@ class Book:
         return max([self.base.get(name, 0), *versions])
 
     def _stored(self) -> int:
-        if self.facts is None:
-            return 0
-        piece_bytes = self.facts.form.piece_bytes
-        ranks = (rank for ranks in self._parts.values() for rank in ranks)
-        return sum(stored_bytes(self.change_bytes(rank), piece_bytes) for rank in ranks)
+        assert self.facts is not None
+        return sum(self.facts.stored_bytes(self._numel(rank)) for ranks in self._parts.values() for rank in ranks)
 
     def _drop(self, change: Change) -> None:
         del self._parts[change]
@@ -482,7 +482,8 @@ class Book:
             # They have as long to come back as silent ones.
             member.heard_s = self._clock() + self._gone_s - min(self._gone_s, _CLOSED_S)
             self.members[name] = member
-        self._anchored = self._sound(self.shelf.parts_of_anchors(self.number), self.facts.form.plain)
+        parts = self.shelf.parts_of_anchors(self.number)
+        self._anchored = {n for n in parts if n in self._numels and parts[n] == stored_bytes(self.nbytes(n))}
         for rank in range(self.facts.ranks) if state.get("is_anchored", self.number > 1) else ():
             check_part(self.shelf.anchors(self.number, rank), self.nbytes(rank))
         self.shelf.drop_anchors(besides=self.number)
@@ -496,8 +497,3 @@ class Book:
             for rank in parts:
                 check_part(self.shelf.change(version, name, rank), self.change_bytes(rank), self.facts.form.piece_bytes)
             self._parts[version, name] = set(parts)
-
-    def _sound(self, parts: Mapping[int, int], form: Form) -> set[int]:
-        """Return the ranks whose files have the size of parts in a form."""
-        sizes = {rank: stored_bytes(form.nbytes(numel), form.piece_bytes) for rank, numel in self._numels.items()}
-        return {rank for rank, size in parts.items() if sizes.get(rank) == size}

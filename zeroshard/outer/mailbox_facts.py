@@ -3,12 +3,14 @@
 Owns the comparison. It must not know who joins (`mailbox_book.py`).
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 from zeroshard.outer.mailbox_codec import Form
+from zeroshard.outer.mailbox_files import stored_bytes
 from zeroshard.outer.mailbox_order import Versions
+from zeroshard.table.sizes import GIB
 
 __all__ = ["ACTIVE", "DONE", "GONE", "HERE", "LEFT", "Facts", "Member"]
 
@@ -41,6 +43,30 @@ class Facts:
     def form(self) -> Form:
         """The form of changes."""
         return Form(self.bits, self.dtype)
+
+    def lack_of_room(self, islands: int, numels: Iterable[int], most_bytes: int) -> str:
+        """Say which room the slowest one of islands may lack for its next change, or nothing.
+
+        It then has taken in what others had put before, up to the staleness less, and they have put at most the
+        staleness and one more. Without a staleness nobody waits, but a change whose parts do not fit is never whole.
+
+        Args:
+            numels: elements of the ranks' shards.
+            most_bytes: of changes on the disk.
+        """
+        stale = self.staleness
+        count = islands if stale is None else (islands - 1) * (2 * stale + 1) + stale + 1
+        if (need := count * sum(map(self.stored_bytes, numels))) <= most_bytes:
+            return ""
+        return (
+            f"islands could wait forever: at staleness {stale} the mailbox may have to hold {count} changes, {need:,} "
+            f"bytes, and holds {most_bytes:,}. Start it with --most-gib {1.01 * need / GIB:.3g}, or islands with a "
+            "smaller staleness."
+        )
+
+    def stored_bytes(self, numel: int) -> int:
+        """Return the size of the file of a change of `numel` elements."""
+        return stored_bytes(self.form.nbytes(numel), self.form.piece_bytes)
 
     def difference(self, other: "Facts", name: str) -> str:
         """Say in which fact the island of this name differs, or nothing."""
