@@ -1,6 +1,7 @@
 """What islands take in, and when: each change once, no further apart than the staleness, in the order of islands."""
 
 import random
+import shutil
 import subprocess
 import sys
 import threading
@@ -512,6 +513,20 @@ def test_a_log_that_was_cut_by_a_kill_gives_what_it_has(tmp_path: Path, quick_di
     last = max(number for number, line in enumerate(lines) if '"took"' in line)
     path.write_text("".join(lines[:last]) + lines[last][:30])
     assert replay(path.parent).exchanges == 2
+
+
+@pytest.mark.parametrize("cut", [1, 20])
+def test_a_log_that_was_cut_is_continued(cut: int, tmp_path: Path, quick_disk: None) -> None:
+    path = logged(tmp_path) / "log.jsonl"
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-cut])
+    shutil.rmtree(tmp_path / "mailbox")
+    for number in (2, 3):
+        logged(tmp_path)
+        assert [entry.what for entry in read_log(path.parent)].count("start") == number
+        shutil.rmtree(tmp_path / "mailbox")
+    kept = whole[: whole[:-1].rindex(b"\n") + 1]
+    assert path.read_bytes().startswith(kept + b'{"what": "start"')
 
 
 def test_a_log_that_is_not_that_of_the_run_is_refused(tmp_path: Path, quick_disk: None) -> None:

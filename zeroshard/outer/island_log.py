@@ -42,8 +42,11 @@ class Log:
         self._about = {"island": options.island, "islands": options.islands, "numel": numel, "dtype": dtype}
         self._begun_s = time.monotonic()
         make_folder(self._folder)
+        path = self._folder / "log.jsonl"
+        if path.exists():
+            _drop_cut_line(path)
         self._number = sum(entry.what == "start" for entry in read_log(self._folder))
-        self._file: TextIO | None = (self._folder / "log.jsonl").open("a", encoding="utf-8")
+        self._file: TextIO | None = path.open("a", encoding="utf-8")
 
     def start(self, start: Start, anchors: np.ndarray, step: int) -> None:
         """Note that the island has joined after a step, with the anchors that it starts from."""
@@ -106,6 +109,13 @@ class Log:
 
     def _part(self, name: str) -> Path:
         return part_of(self._folder, self._number, name)
+
+
+def _drop_cut_line(path: Path) -> None:
+    """Remove the end of a log after its last whole line: what is appended begins a line."""
+    with path.open("rb+") as file:
+        whole = sum(len(line) for line in file if line.endswith(b"\n"))
+        file.truncate(whole)
 
 
 def part_of(folder: Path, number: int, name: str) -> Path:
