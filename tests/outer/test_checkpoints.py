@@ -2,6 +2,7 @@
 
 import shutil
 import tempfile
+import warnings
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -150,6 +151,32 @@ def test_other_islands_start_from_the_anchors() -> None:
         with pytest.raises(RankFailure) as failure:
             run_ranks(saved, 4, folder, 0, timeout_s=TIMEOUT_S)
         assert {error.message.count("exists") for error in failure.value.errors.values()} == {1}
+
+
+def other_optimizers(folder: str) -> Any:
+    """Load with an outer optimizer of another class, and of the same; return warnings, and states after an exchange."""
+    first = made(2, 0, {"every": 2, "optimizer": nesterov})
+    go_on(first, range(2))
+    first[0].save(f"{folder}/step-2")
+    found = []
+    for optimizer in (torch.optim.Adam, nesterov):
+        run = made(2, 0, {"every": 2, "optimizer": optimizer})
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            run[0].load(f"{folder}/step-2")
+        go_on(run, range(2, 4))
+        run[0].check_copies()
+        (state,) = run[0]._islands.optimizer.state.values()
+        found.append(([str(one.message) for one in caught], sorted(state), int(state.get("step", 0))))
+    return found
+
+
+def test_another_outer_optimizer_begins_without_states(tmp_path: Path) -> None:
+    for other, same in run_ranks(other_optimizers, 2, str(tmp_path), timeout_s=TIMEOUT_S):
+        text = f"{tmp_path}/step-2: its outer optimizer is SGD, here Adam, which begins without states."
+        assert other[0] in ([text], [text.replace("step-2", "step-2/islands/1")])
+        assert other[1:] == (["exp_avg", "exp_avg_sq", "step"], 1)
+        assert same == ([], ["momentum_buffer"], 0)
 
 
 def damaged(folder: str) -> list[str]:

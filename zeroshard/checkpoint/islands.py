@@ -15,6 +15,7 @@ Note: the folder
 
 import dataclasses
 import math
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -42,7 +43,7 @@ from zeroshard.core.slot import Slot
 from zeroshard.outer.exchange import Arrived
 from zeroshard.outer.fragments import Fragment, Part
 from zeroshard.outer.islands import Islands
-from zeroshard.table.errors import CheckpointError
+from zeroshard.table.errors import CheckpointError, printable
 from zeroshard.update.optimizer import ShardedOptimizer
 from zeroshard.wire.comm import Tag
 
@@ -52,6 +53,8 @@ Tensor = torch.Tensor
 Save = Callable[[Path], Path]
 
 COUNTERS: Final = "outer/counters"
+OPTIMIZER: Final = "outer/optimizer"
+"""The bytes of the name of the outer optimizer's class; checkpoints of older versions lack it."""
 NONE: Final = -1
 
 
@@ -88,6 +91,8 @@ def island_items(engine: Engine, islands: Islands, path: Path, items: list[Item]
         whole[PARTS] = [0] * (islands.comm.mesh.world_size - 1)
         if engine.mesh.rank == 0:
             whole[PARTS] = [read_manifest(_hidden(path) / str(n + 1))[1] for n, _ in enumerate(whole[PARTS])]
+    if islands.optimizer is not None:
+        whole[OPTIMIZER] = list(type(islands.optimizer).__name__.encode())
     for key, integers in whole.items():
         values = torch.tensor(integers, dtype=torch.int64, device="cpu")
         found.append(Item(Spec("outer", key, "I64", (len(values),)), values, (0, len(values)), owner=own))
@@ -257,10 +262,11 @@ def _read_islands(engine: Engine, islands: Islands, reader: CheckpointReader | N
         islands.optimizer.state.clear()
     if reader is None or COUNTERS not in reader.states:
         return
-    counters = _read_numbers(reader, COUNTERS, torch.int64)
+    counters, has_states = _read_numbers(reader, COUNTERS, torch.int64), _has_states(reader, islands)
     for fragment in islands.fragments:
         _read_flat(reader, fragment, "anchor", fragment.anchor.data, engine)
-        _read_state(reader, islands, fragment, engine)
+        if has_states:
+            _read_state(reader, islands, fragment, engine)
     kind = _kind(islands)
     if counters[: len(kind)] != kind or len(counters) != len(kind) + 4 + len(islands.fragments):
         return
@@ -294,10 +300,24 @@ def _read_numbers(reader: CheckpointReader, name: str, dtype: torch.dtype) -> li
     return list(values.tolist())
 
 
+def _has_states(reader: CheckpointReader, islands: Islands) -> bool:
+    """Return whether a checkpoint has states of the outer optimizer; warn if they are another one's."""
+    if islands.optimizer is None:
+        return False
+    if OPTIMIZER not in reader.states:
+        return True
+    here, there = type(islands.optimizer).__name__, bytes(_read_numbers(reader, OPTIMIZER, torch.int64)).decode()
+    if here != there:
+        warnings.warn(
+            printable(f"{reader.path}: its outer optimizer is {there}, here {here}, which begins without states."),
+            stacklevel=2,
+        )
+    return here == there
+
+
 def _read_state(reader: CheckpointReader, islands: Islands, fragment: Fragment, engine: Engine) -> None:
     """Read the outer optimizer's states of a fragment."""
-    if islands.optimizer is None:
-        return
+    assert islands.optimizer is not None
     state: dict[str, Any] = {}
     keys = {name.split("/", 2)[1].removeprefix("state ") for name in reader.states if name.startswith("outer/state ")}
     for key in sorted(keys):
