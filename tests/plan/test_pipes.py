@@ -130,6 +130,21 @@ def test_a_candidate_is_the_plan_of_its_options(schedule: str) -> None:
     assert plan.peak_bytes * 0.9 <= one.peak_bytes <= plan.peak_bytes
 
 
+@pytest.mark.parametrize("micro_batches", [2, 4, 8])
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved"])
+def test_places_wait_for_first_forwards_that_wait_for_published_parameters(schedule: str, micro_batches: int) -> None:
+    """Over a slow link, parameters of the last update arrive after the first forward could run."""
+    options: dict[str, Any] = {"world_size": 6, "pipe": 2, "stage": 1, "reduce": "last", "seq": 1024}
+    plan = zs.plan("gpt2", device="rtx4090", schedule=schedule, micro_batches=micro_batches, **options)
+    assert candidate_of(shape_of("gpt2"), plan.asked).step_s == pytest.approx(plan.step_s, rel=1e-6)
+    # No place is busy after the last backward of all.
+    assert min(plan.idle) > 0
+    more = zs.plan("gpt2", device="rtx4090", schedule=schedule, micro_batches=2 * micro_batches, **options)
+    most = zs.plan("gpt2", device="rtx4090", schedule=schedule, micro_batches=3 * micro_batches, **options)
+    # The wait is once a step.
+    assert most.step_s - more.step_s == pytest.approx(more.step_s - plan.step_s, rel=0.01)
+
+
 @pytest.mark.parametrize(
     ("options", "text"),
     [

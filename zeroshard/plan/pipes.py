@@ -15,7 +15,7 @@ from zeroshard.plan.shape.shapes import Transformer
 from zeroshard.plan.step.film import Film, LaneSpan
 from zeroshard.plan.step.rank_job import Job
 from zeroshard.plan.step.simulate import make_film
-from zeroshard.table.pipeline import RECEIVES, Kind, Schedule, Spans, play
+from zeroshard.table.pipeline import RECEIVES, Action, Kind, Schedule, Spans, play
 
 __all__ = ["block_seconds", "jobs_of_places", "joined", "quick_film", "timed"]
 
@@ -100,21 +100,29 @@ def _played(schedule: Schedule, places: Sequence[tuple[Job, Film]], options: Opt
     """
     seconds = {kind: [0.0] * schedule.all_chunks for kind in (Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD)}
     tails, most_bytes = list[float](), 0
+    longer_s, least_s = dict[Action, float](), dict[Action, float]()
     for place, (job, film) in enumerate(places):
         assert job.pipe is not None
         passes = [action for action in job.pipe.actions if action.kind in seconds]
-        took = list(zip(passes, (phase.stop_s - phase.start_s for phase in film.phases), strict=False))
         numbers = dict(zip(job.pipe.chunks, schedule.chunks_of(place), strict=True))  # a film may be of another place
         for kind, chunk in {(action.kind, action.chunk) for action in passes}:
-            seconds[kind][numbers[chunk]] = median(took_s for one, took_s in took if one[:2] == (kind, chunk))
-        # With the last backward, gradients are reduced.
-        tails.append(took[-1][1] - seconds[Kind.BACKWARD][numbers[passes[-1].chunk]])
+            some = [one for action, one in zip(passes, film.phases, strict=False) if action[:2] == (kind, chunk)]
+            took_s, number = [one.stop_s - one.start_s for one in some], numbers[chunk]
+            # The first forward waits for what the last update publishes; with the last backward, gradients are reduced.
+            alike = {Kind.FORWARD: took_s[1:], Kind.BACKWARD: took_s[:-1]}.get(kind, took_s)
+            seconds[kind][number] = median(alike or took_s)
+            if kind is Kind.FORWARD:
+                least_s[Action(kind, number, 0)] = some[0].stop_s
+            elif kind is Kind.BACKWARD:
+                last = Action(kind, number, schedule.micro_batches - 1)
+                longer_s[last] = took_s[-1] - seconds[kind][number]
+        tails.append(longer_s.pop(Action(Kind.BACKWARD, numbers[passes[-1].chunk], schedule.micro_batches - 1)))
         most_bytes = max(sum(nbytes for _, nbytes in borders) for borders in job.pipe.messages.values())
     sent_s = options.device.collective_s("send", most_bytes, options.spans["pipe"])
     if options.system.message_s:  # the host waits for the messages, and queues nothing meanwhile
         for some in seconds.values():
             some[:] = [took_s + options.system.message_s / 2 + sent_s for took_s in some]
-    spans = play(schedule, seconds, sent_s)
+    spans = play(schedule, seconds, sent_s, longer_s, least_s)
     return spans, max(one[-1][-1] + tail for one, tail in zip(spans, tails, strict=True))
 
 

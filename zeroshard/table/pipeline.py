@@ -217,12 +217,20 @@ Spans = list[list[tuple[Action, float, float]]]
 """At each place: actions, and the seconds at which they begin and end."""
 
 
-def play(schedule: Schedule, seconds: Mapping[Kind, Sequence[float]], message_s: float = 0.0) -> Spans:
+def play(
+    schedule: Schedule,
+    seconds: Mapping[Kind, Sequence[float]],
+    message_s: float = 0.0,
+    longer_s: Mapping[Action, float] = MappingProxyType({}),
+    least_s: Mapping[Action, float] = MappingProxyType({}),
+) -> Spans:
     """Return when each action of each place runs: as soon as the place is free and has what the action needs.
 
     Args:
         seconds: for forwards, backwards and recomputations, how long those of each chunk take.
         message_s: how long a message travels.
+        longer_s: of actions that take longer than others of their chunk, by how much.
+        least_s: of actions that wait for more than messages, when they end at the earliest.
 
     Raises:
         ValueError: the places wait for each other; see `check`.
@@ -232,7 +240,8 @@ def play(schedule: Schedule, seconds: Mapping[Kind, Sequence[float]], message_s:
         start_s = spans[place][-1][-1] if spans[place] else 0.0
         if action.kind in RECEIVES:
             start_s = max(start_s, *(ends[one] + message_s for one in _needs(schedule, action)))
-        ends[action] = start_s + (seconds[action.kind][action.chunk] if action.kind in seconds else 0.0)
+        took_s = seconds[action.kind][action.chunk] if action.kind in seconds else 0.0
+        ends[action] = max(start_s + took_s + longer_s.get(action, 0.0), least_s.get(action, 0.0))
         spans[place].append((action, start_s, ends[action]))
     return spans
 
