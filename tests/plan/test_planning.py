@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -27,8 +28,10 @@ from zeroshard.plan.named import OPTIMIZERS, PRECISIONS
 from zeroshard.plan.planning import make_plan
 from zeroshard.plan.result import Plan, verdict_of
 from zeroshard.plan.search import search
-from zeroshard.plan.shape.shapes import SHAPES, NoShapeError, read_config
+from zeroshard.plan.shape.shapes import SHAPES, NoShapeError, read_config, shape_of
 from zeroshard.plan.step.film import calls_of
+from zeroshard.plan.trying import candidate_of
+from zeroshard.table.sizes import GIB
 
 BLOCKED = """
 import sys
@@ -599,3 +602,27 @@ def test_the_first_step_of_micro_batches_that_reduce_once(parameters: str) -> No
     )  # fmt: skip
     # No unit is gathered ahead of its use, and the optimizer has no states yet.
     assert 0 < plan.first.peak[0] < plan.film.peak[0]
+
+
+def test_ranks_of_a_node_share_the_memory_of_a_cpu() -> None:
+    def planned(nodes: int, part: float) -> zs.Plan:
+        """Plan 4 ranks on nodes with memory for a part of what their ranks take."""
+        ranks = 4 // nodes
+        nbytes = int(part * ranks * each_bytes)
+        host = dataclasses.replace(host_device(), memory_bytes=nbytes, host_bytes=nbytes, node_ranks=ranks)
+        return make_plan("gpt2", world_size=4, device=host, **options)
+
+    options: dict[str, Any] = {"seq": 256, "precision": "fp32", "stage": 1}
+    each_bytes = make_plan(
+        "gpt2", world_size=4, device=dataclasses.replace(host_device(), node_ranks=1), **options
+    ).total_bytes
+    for nodes in (1, 2):
+        verdicts = {part: planned(nodes, part).verdict for part in (0.98, 1.01, 1.05)}
+        assert verdicts == {0.98: "no", 1.01: "tight", 1.05: "fits"}
+        assert planned(nodes, 0.98).excess_bytes > 0 > planned(nodes, 1.05).excess_bytes
+    few, many = planned(2, 1.05), planned(1, 1.05)
+    assert few.total_bytes == many.total_bytes == each_bytes
+    assert few.to_json()["memory"]["device_bytes"] == many.to_json()["memory"]["device_bytes"] == many.asked.room_bytes
+    assert f" of {1.05 * each_bytes / GIB:.1f}: {4.2 * each_bytes / GIB:.1f} for the 4 ranks of a node\n" in str(many)
+    assert candidate_of(shape_of("gpt2"), many.asked).has_room
+    assert not candidate_of(shape_of("gpt2"), planned(1, 0.5).asked).has_room

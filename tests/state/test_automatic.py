@@ -1,5 +1,6 @@
 """stage="auto": the least stage whose model states fit."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import zeroshard as zs
 from zeroshard.describe.asked import Asked, resolve
 from zeroshard.describe.precision import precision_of
 from zeroshard.describe.units import plan_units
+from zeroshard.plan.machine.profiles import host_device
 from zeroshard.setup.automatic import STATES_PART, KeptBytes, choose_least
 from zeroshard.table.stages import row_of_stage
 from zeroshard.testing import run_ranks
@@ -81,3 +83,14 @@ def test_a_training_takes_the_least_stage_that_fits(tmp_path: Path, monkeypatch:
     config = choose_sharding(load_config(None, ["zero.stage=auto", "run.ranks=2"]))
     assert config.zero.stage == 0
     assert plan_run(config)[0].verdict == "fits"
+
+
+def test_ranks_of_a_run_share_the_memory_of_a_host_also_where_they_are_more_than_its_cores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))  # no profile
+    device = dataclasses.replace(host_device(), node_ranks=2)
+    monkeypatch.setattr("zeroshard.train.planned.host_device", lambda: device)
+    plan, is_timed = plan_run(load_config(None, ["run.ranks=4"]))
+    assert not is_timed
+    assert plan.asked.room_bytes == device.memory_bytes // 4

@@ -176,6 +176,11 @@ class Options:
         return min(self.world_size, self.device.node_ranks)
 
     @property
+    def room_bytes(self) -> int:
+        """Device memory of a rank: on a CPU its part of the memory that the ranks of a node share."""
+        return self.device.memory_bytes // (self.node_processes if self.device.is_cpu else 1)
+
+    @property
     def placed_row(self) -> Residency:
         """The row with the offloaded cells of `offload`."""
         return row_with(self.row, self.offload, is_alone=self.shard_ranks * self.replicas == 1)

@@ -496,7 +496,7 @@ def _alike(title: str, count: int, jobs: tuple[Job, Job], first: RankClass, film
 
 def _retries_of(first: Film, film: Film, reserved_bytes: int, options: Options) -> Retries:
     """Return the allocator's retries where the device has room for what is allocated, but not for what is reserved."""
-    room = options.device.memory_bytes - outside_bytes_of(options)
+    room = options.room_bytes - outside_bytes_of(options)
     if options.device.is_cpu or not max(film.peak[0], first.peak[0]) <= room < reserved_bytes:
         return NO_RETRIES
     return play_steps(_steps(first, film, options, SETTLED), room, options.device)

@@ -170,7 +170,7 @@ class Plan:
     @property
     def excess_bytes(self) -> float:
         """The bytes that must leave the device for the plan to have its margin; at most 0 if it has."""
-        return wide_bytes(self.reserved_bytes, self.outside_bytes, self.asked) - self.asked.device.memory_bytes
+        return wide_bytes(self.reserved_bytes, self.outside_bytes, self.asked) - self.asked.room_bytes
 
     @property
     def reserved_bytes(self) -> int:
@@ -197,7 +197,7 @@ class Plan:
     @property
     def runs(self) -> bool:
         """Whether the device has enough memory, perhaps after retries of the allocator."""
-        return self.total_bytes <= self.asked.device.memory_bytes
+        return self.total_bytes <= self.asked.room_bytes
 
     @property
     def verdict(self) -> Verdict:
@@ -253,7 +253,7 @@ class Plan:
                 "outside_bytes": self.outside_bytes,
                 "total_bytes": self.total_bytes,
                 "total_parts": dict(self.total_parts),
-                "device_bytes": self.asked.device.memory_bytes,
+                "device_bytes": self.asked.room_bytes,
                 "host_bytes": self.host_bytes,
                 "file_bytes": self.file_bytes,
                 "offloaded_peak_bytes": self.film.host_peak_bytes,
@@ -355,10 +355,9 @@ def verdict_of(reserved_bytes: int, outside_bytes: int, options: Options, host_b
     Args:
         host_bytes: host memory of the processes of a node, with offloading.
     """
-    memory_bytes = options.device.memory_bytes
-    if reserved_bytes + outside_bytes > memory_bytes or host_bytes > options.device.host_bytes:
+    if reserved_bytes + outside_bytes > options.room_bytes or host_bytes > options.device.host_bytes:
         return "no"
-    return "fits" if wide_bytes(reserved_bytes, outside_bytes, options) <= memory_bytes else "tight"
+    return "fits" if wide_bytes(reserved_bytes, outside_bytes, options) <= options.room_bytes else "tight"
 
 
 def wide_bytes(reserved_bytes: int, outside_bytes: int, options: Options) -> float:
@@ -449,7 +448,8 @@ LANES: Final = MappingProxyType(
 
 def _render(plan: Plan) -> str:
     """Return a plan as text."""
-    device, options = plan.asked.device, plan.options
+    asked, options = plan.asked, plan.options
+    room_bytes, sharing = asked.room_bytes, asked.node_processes if asked.device.is_cpu else 1
     used = plan.used_numel or plan.parameters_numel
     lines = [
         f"{plan.model}: {count(plan.parameters_numel)} parameters"
@@ -458,8 +458,9 @@ def _render(plan: Plan) -> str:
         "",
         f"memory per rank, GiB{_fullest(plan)}: {SAYS[plan.verdict]}",
     ]
-    lines += [bar(name, nbytes, device.memory_bytes) for name, nbytes in plan.total_parts.items()]
-    lines.append(bar("total", plan.total_bytes, device.memory_bytes) + f" of {device.memory_bytes / GIB:.1f}")
+    lines += [bar(name, nbytes, room_bytes) for name, nbytes in plan.total_parts.items()]
+    shared = f": {asked.device.memory_bytes / GIB:.1f} for the {sharing} ranks of a node" * (sharing > 1)
+    lines.append(bar("total", plan.total_bytes, room_bytes) + f" of {room_bytes / GIB:.1f}{shared}")
     lines += [_margin(plan), "", f"at the peak ({plan.film.peak_phase}):"]
     lines += [
         f"  {nbytes / GIB:8.2f}  {column}: {what}" + f" of {unit}" * bool(unit)

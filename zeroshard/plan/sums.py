@@ -178,7 +178,7 @@ def notes_of_run(options: Options, dtype: str, reserved_bytes: int, output_bytes
         found.append(f"{device.name} has no units for bfloat16, so the time of a step is a guess. Use fp16.")
     outside_bytes = outside_bytes_of(options)
     most_bytes = wide_bytes(reserved_bytes, outside_bytes, options) + output_bytes
-    if options.pipe == 1 and output_bytes and reserved_bytes + outside_bytes <= device.memory_bytes < most_bytes:
+    if options.pipe == 1 and output_bytes and reserved_bytes + outside_bytes <= options.room_bytes < most_bytes:
         found.append(
             "A loop that keeps what the model returns (`out = model(x)`) until its next forward takes up to "
             f"{size_text(output_bytes)} more, for which there is no room: `del out` after the loss."

@@ -69,13 +69,13 @@ class Candidate:
     @property
     def has_room(self) -> bool:
         """Whether the device has room for what is allocated."""
-        return self.peak_bytes + outside_bytes_of(self.options) <= self.options.device.memory_bytes
+        return self.peak_bytes + outside_bytes_of(self.options) <= self.options.room_bytes
 
     @property
     def excess_bytes(self) -> float:
         """The bytes that must leave the device for it to have its margin; at most 0 if it has."""
         taken_bytes = wide_bytes(self.peak_bytes, outside_bytes_of(self.options), self.options)
-        return taken_bytes - self.options.device.memory_bytes
+        return taken_bytes - self.options.room_bytes
 
     @property
     def tokens_per_s(self) -> float:

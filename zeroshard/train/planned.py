@@ -43,8 +43,8 @@ def plan_run(config: Config, axes: DeviceMesh | None = None) -> tuple[zs.Plan, b
         device, is_timed = device_for("this"), True
     except ValueError:
         device, is_timed = host_device(), False
-    if device.is_cpu:  # ranks of a host share its memory
-        device = replace(device, memory_bytes=device.memory_bytes // config.run.ranks)
+    if device.is_cpu:  # ranks of a run share the memory of this host, also where they are more than its cores
+        device = replace(device, node_ranks=max(device.node_ranks, config.run.ranks))
     train, zero, tensor, pipe = config.train, config.zero, config.run.tensor, config.run.pipe
     micro_batches = config.run.micro_batches if pipe > 1 else train.accumulation
     # On the rank with the most windows.
@@ -141,7 +141,7 @@ def choose_sharding(config: Config) -> Config:
         if chosen is not None and plan.verdict == "no":
             raise ValueError(
                 f"zero.offload=auto: with {_text_of(chosen)} a rank needs {size_text(plan.total_bytes)} of a device "
-                f"with {size_text(plan.asked.device.memory_bytes)}, and a host {size_text(plan.host_bytes)} of "
+                f"with {size_text(plan.asked.room_bytes)}, and a host {size_text(plan.host_bytes)} of "
                 f"{size_text(plan.asked.device.host_bytes)}. Use more ranks, stage 3, a smaller batch, or recompute."
             )
         found["offload"] = "" if chosen is None else _text_of(chosen)

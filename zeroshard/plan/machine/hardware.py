@@ -103,7 +103,7 @@ class Device:
         peak_flops: peak of dense matrix products by dtype, in operations per second.
         matmul_part: fraction of the peak that large products reach.
         attention_part: fraction of the peak that fused attention reaches.
-        memory_bytes: device memory that a process can use.
+        memory_bytes: device memory that a process can use; of a CPU, memory of a node, which its ranks share.
         memory_bytes_per_s: bandwidth of the device's memory, as specified by the vendor.
         memory_part: fraction of that bandwidth that kernels reach.
         link_bytes_per_s: bandwidth to the other devices of the node, in one direction.
