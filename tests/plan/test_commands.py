@@ -52,6 +52,17 @@ def test_a_search_is_printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     assert "2 ranks:" in printed
 
 
+def test_a_search_that_is_interrupted_before_a_result_ends_as_other_commands_do(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("zeroshard.plan.search.bound_of", interrupt)
+    assert run(monkeypatch, "plan", "gpt2", "--search") == 130
+    assert capsys.readouterr() == ("", "")
+
+
 def test_names_are_listed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(monkeypatch, "plan", "--list") == 0
     printed = capsys.readouterr().out

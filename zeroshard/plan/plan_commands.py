@@ -114,8 +114,6 @@ def add_commands(
                     found = search(
                         model, world_size=counts, device=where, offload=_places(offload), progress=tell_progress, **same
                     )
-                except KeyboardInterrupt:
-                    fail("interrupted before there was a result")
                 finally:
                     gc.enable()
                 text = json.dumps(found.to_json()) if as_json else str(found)
