@@ -191,6 +191,13 @@ def test_recomputation_of_nothing_is_refused() -> None:
         zs.shard(model, activations="recompute", units=[nn.Linear])
 
 
+def test_recomputation_of_a_single_block_is_refused_with_a_remedy_of_the_command_line() -> None:
+    """As `zeroshard train --depth 1 --activations recompute`, which has no units=."""
+    with pytest.raises(ValueError, match=r"units: \(root\)\. .* use a model of two or more blocks \(a single one is"):
+        zs.shard(models.build(models.Stack, depth=1), activations="recompute")
+    zs.shard(models.build(models.Stack, depth=2), activations="recompute")
+
+
 def test_the_root_is_named_as_it_is_shown() -> None:
     column = activations_of({"(root)": "offload"})
     assert column.of_unit("") == (zs.Offloaded(),)

@@ -55,5 +55,6 @@ def check_activations(cell: Activations, plans: Sequence[UnitPlan], tensor_size:
         if any(isinstance(link, Recomputed) for link in chain) and not recomputed_modules(only, plans):
             raise ValueError(
                 f"activations={pattern or str(cell)!r} recomputes modules of units, but no selected unit has a module "
-                f"with layers inside; units: {', '.join(names)}. Name such modules with units=."
+                f"with layers inside; units: {', '.join(names)}. Name such modules with units=, use a model of two or "
+                "more blocks (a single one is part of the root), or remove the treatment."
             )
