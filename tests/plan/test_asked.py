@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -263,6 +264,45 @@ def test_memory_of_products_in_half_precision_is_noted() -> None:
 def test_numbers_of_a_device_are_checked(name: str, value: Any) -> None:
     with pytest.raises(ValueError, match=rf"^Device\.{name} must be a number above 0"):
         dataclasses.replace(DEVICES["h100-80"], **{name: value})
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"node_ranks": 0.5}, "node_ranks must be a whole number, got 0.5"),
+        ({"memory_bytes": 1.5}, "memory_bytes must be a whole number, got 1.5"),
+        ({"matmul_part": 50}, "matmul_part must be from 1e-06 to 1, got 50"),
+        ({"link_part": 1.01}, "link_part must be from 1e-06 to 1, got 1.01"),
+        ({"link_bytes_per_s": 1e-300}, "link_bytes_per_s must be at least 1, got 1e-300"),
+        ({"peak_flops": {"float32": 1e-300}}, "peak_flops['float32'] must be at least 1, got 1e-300"),
+        ({"launch_s": 1e300}, "launch_s must be from 0 to 1e+06, got 1e+300"),
+        ({"name": 5}, "name must be a text, got 5"),
+    ],
+)
+def test_a_device_that_cannot_be_is_refused_as_a_profile_too(
+    changed: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=f"^Device.{re.escape(said)}"):
+        dataclasses.replace(DEVICES["h100-80"], **changed)
+    path = tmp_path / "mine.json"
+    write_profile(DEVICES["h100-80"], path)
+    stored = json.loads(path.read_text())
+    stored["device"] |= changed
+    path.write_text(json.dumps(stored))
+    with pytest.raises(ValueError, match=f"is not a profile of `zeroshard doctor`: Device.{re.escape(said)}"):
+        read_profile(path)
+
+
+def test_a_whole_number_of_a_device_may_be_a_float() -> None:
+    device = dataclasses.replace(DEVICES["h100-80"], memory_bytes=80e9)  # type: ignore[arg-type]
+    assert (device.memory_bytes, type(device.memory_bytes)) == (80 * 10**9, int)
+
+
+def test_a_slow_link_has_a_plan() -> None:
+    slow = dataclasses.replace(DEVICES["h100-80"], link_bytes_per_s=1, node_bytes_per_s=1, link_part=1e-6)
+    plan = zs.plan("gpt2-xl", world_size=16, device=slow, stage=3)
+    assert 0 < plan.tokens_per_s < 1
+    assert json.loads(json.dumps(plan.to_json(), allow_nan=False))
 
 
 def test_a_device_has_a_peak_of_float32() -> None:

@@ -21,6 +21,7 @@ measurements of collectives on 8 to 512 H100.
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from types import MappingProxyType
 from typing import Final, final
 
 from zeroshard.table.sizes import MIB
@@ -92,6 +93,9 @@ class Span:
 
 ZEROS: Final = ("hop_s", "launch_s", "half_bytes", "context_bytes", "communicator_bytes", "queue_s", "exchange_s")
 """Numbers of a device that may be 0."""
+RANGES: Final = MappingProxyType({"_part": (1e-6, 1), "_per_s": (1, math.inf), "]": (1, math.inf), "_s": (0, 1e6)})
+"""Least and most of the numbers of a device by the ends of their names, "]" of peaks; with smaller rates or longer
+latencies a step has no end."""
 
 
 @final
@@ -164,6 +168,8 @@ class Device:
     exchange_s: float = 250e-6
 
     def __post_init__(self) -> None:
+        if not isinstance(self.name, str):
+            raise ValueError(f"Device.name must be a text, got {self.name!r}.")
         if not isinstance(self.peak_flops, Mapping) or "float32" not in self.peak_flops:
             raise ValueError(
                 f"Device.peak_flops must map dtypes to numbers, float32 among them; got {self.peak_flops!r}."
@@ -174,6 +180,14 @@ class Device:
             is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
             if not is_number or value < 0 or (value == 0 and not name.endswith(ZEROS)):
                 raise ValueError(f"Device.{name} must be a number above 0, got {value!r}.")
+            least, most = next((limits for end, limits in RANGES.items() if name.endswith(end)), (0, math.inf))
+            if not least <= value <= most:
+                asked = f"at least {least:g}" if most == math.inf else f"from {least:g} to {most:g}"
+                raise ValueError(f"Device.{name} must be {asked}, got {value!r}.")
+        for name in (one.name for one in fields(self) if one.type is int):
+            if (value := getattr(self, name)) != int(value):
+                raise ValueError(f"Device.{name} must be a whole number, got {value!r}.")
+            object.__setattr__(self, name, int(value))
 
     @property
     def is_cpu(self) -> bool:
