@@ -203,7 +203,7 @@ class Zero:
         move_states(optimizer, self.mesh.device)
         self._chosen += choose_kernels(self._engine.guard, optimizer, self._engine.undo)
         number, kept = len(self._sharded), kept_by(optimizer)
-        source = source_of(self._engine, self._stores, optimizer, kept.cost[0] if kept.cost else 0)
+        source = source_of(self._engine, self._stores, optimizer, kept.per_element)
         admit = functools.partial(admit_groups, optimizer, elementwise=self._elementwise, is_cut=self.residency.is_cut)
         self._sharded.append(ShardedOptimizer(self._engine, optimizer, number, source, kept, admit))
         if self._islands is not None:

@@ -36,6 +36,7 @@ PLANNED = {
     "what the fullest rank copies for a save": 18,
     "exchanges of other programs: each matrix alone, beside products, or to one rank": 60,
     "ranks whose states, gradients or updates differ, each with a peak of its own": 33,
+    "steps of the greediest group, the mean of states that differ by group": 5,
 }
 """Lines of plans that silent faults and slow searches have added since the budgets were set."""
 SHOWN = {
@@ -47,6 +48,7 @@ ADMITTED = {
     "wrappers without hooks": 6,
     "trials with the options of groups, each slice in an optimizer of its own, in other entries": 48,
     "which states are of elements and which are counters": 26,
+    "states by the options of groups": 13,
 }
 """Lines of optimizers that silent faults of admission have added since the budgets were set."""
 BUDGETS = {
@@ -118,6 +120,7 @@ ADDED = {
     "units before the first trained one in predicted steps": 16,
     "the shards that have a parameter, for plans as for saves": 3,
     "errors of transforms inside a forward and of updates inside a backward name the cause": 12,
+    "states of each slice by the options of its group": 23,
 }
 """Lines of the engine that features have added since the budgets were set."""
 MOVED = {

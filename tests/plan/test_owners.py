@@ -166,7 +166,7 @@ def test_all_ranks_wait_for_the_slowest_owner() -> None:
     for rank in range(4):
         (unit,) = specs_of({"": (("weight", 4096 * 4096),)}, row_of(3, None, None), FP32, 4, rank=rank)
         owned = Owned(unit.buckets[0], 0, (4096, 4096), 0, 0, 1.0, "newton-schulz")
-        job = Job([unit], (), [make_updates([owned], (0, 0))], Native(), device, "float32", {"shard": device.spread(4)})
+        job = Job([unit], (), [make_updates([owned])], Native(), device, "float32", {"shard": device.spread(4)})
         ((turn,),) = job.sums.turns
         films.append(make_film(job))
         assert films[-1].sent_bytes["shard update"] == turn.sent_bytes

@@ -17,7 +17,7 @@ import zeroshard as zs
 from tests.contract.source import REPOSITORY
 from zeroshard.describe.precision import precision_of
 from zeroshard.describe.rows import row_of
-from zeroshard.optim.keeps import state_cost
+from zeroshard.optim.keeps import kept_by
 from zeroshard.plan.job import Options
 from zeroshard.plan.machine.allocator import simulate
 from zeroshard.plan.machine.presets import DEVICES
@@ -108,10 +108,11 @@ def test_optimizers_keep_what_torchs_do() -> None:
     }  # fmt: skip
     for name, make in made.items():
         states = OPTIMIZERS[name]
-        assert (states.per_element, states.counter_bytes) == state_cost(make([nn.Parameter(torch.ones(4))])), name
+        kept = kept_by(make([nn.Parameter(torch.ones(4))]))
+        assert kept.costs[0] == (states.per_element, states.counter_bytes, 0, 0, 1), name
     states = OPTIMIZERS["adamw8bit"]
     packed = (states.per_element, states.counter_bytes, states.element_bytes, states.block_bytes, states.block_numel)
-    assert packed == state_cost(zs.optim.AdamW8bit([nn.Parameter(torch.ones(4))]))
+    assert packed == kept_by(zs.optim.AdamW8bit([nn.Parameter(torch.ones(4))])).costs[0]
 
 
 def test_bytes_of_states_are_those_of_the_optimizers() -> None:

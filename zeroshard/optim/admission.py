@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from zeroshard.optim.keeps import NOT_OPTIONS, is_taken, rebuild
+from zeroshard.optim.keeps import is_taken, options_of, rebuild
 from zeroshard.optim.packed import PackingOptimizer
 from zeroshard.optim.pieces import Resident, update_in_pieces
 from zeroshard.optim.sums import SummingOptimizer
@@ -161,9 +161,7 @@ def admit_groups(
     whole = None if mark is SHAPED else mark
     taken, left = list[tuple[Options, int]](), dict[str, tuple[Options, bool, bool]]()
     for group in groups:
-        options = {key: value for key, value in group.items() if key not in NOT_OPTIONS}
-        if isinstance(rate := optimizer.defaults.get("lr"), (float, Tensor)):  # groups often differ in it alone
-            options["lr"] = rate if rate != 0 else 1e-3
+        options = options_of(optimizer, group)
         cut = is_cut or has_split(map(type, group["params"]))
         for ndim, is_whole in sorted({(p.ndim, whole and is_taken(whole, group, p.shape)) for p in group["params"]}):
             if is_whole:

@@ -1,33 +1,37 @@
 """The states of an optimizer, determined by a step of a new instance of its class on small parameters.
 
-Owns these trial steps. It must not know shards: `updates.py` has the sizes of a rank's slices.
+Owns these trials, one for each group with other options. It must not know shards: `updates.py` has the sizes of a
+rank's slices.
 """
 
+import copy
 import inspect
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, final
 
 import torch
 
 from zeroshard.optim.packed import PackingOptimizer, parts_of, views_of
 from zeroshard.optim.whole import Whole, whole_of
+from zeroshard.table.bytes import Cost
 
 __all__ = [
     "Kept",
-    "NOT_OPTIONS",
     "StateShape",
     "TRIED_NUMEL",
     "is_taken",
     "kept_by",
+    "options_of",
     "rebuild",
-    "state_cost",
     "whole_bytes",
 ]
 
 Tensor = torch.Tensor
 Options = Mapping[str, Any]
+Tried = tuple[torch.optim.Optimizer, dict[str, Any]]
+"""An optimizer after a trial, and the states of its parameter."""
 
 NOT_OPTIONS = frozenset(["params", "param_names", "initial_lr"])
 """Keys of groups that are not options of the class."""
@@ -44,36 +48,35 @@ TRIED_NUMEL = 13
 """Elements of a parameter in a trial step: states of another number of elements do not grow with the parameter."""
 
 
-def state_cost(optimizer: torch.optim.Optimizer) -> tuple[int, ...] | None:
-    """Return the cost of an optimizer's states, determined by a trial step, or None: the last fields of `Updates`.
+def options_of(optimizer: torch.optim.Optimizer, group: Options) -> dict[str, Any]:
+    """Return the options of a group for a trial; the learning rate, in which groups often differ, is the default's."""
+    options = {key: value for key, value in group.items() if key not in NOT_OPTIONS}
+    if isinstance(rate := optimizer.defaults.get("lr"), (float, Tensor)):
+        options["lr"] = rate if rate != 0 else 1e-3
+    return options
 
-    These are state elements per element and bytes of counters per parameter, and, for packed states, bytes per element,
-    bytes per block and elements per block.
-    """
-    return None if (tried := _tried(optimizer)) is None else _cost_of(*tried)
 
-
-def _tried(optimizer: torch.optim.Optimizer) -> tuple[torch.optim.Optimizer, dict[str, Any]] | None:
-    """Return a new optimizer after a step on a vector, and the vector's states."""
-    part = torch.nn.Parameter(torch.zeros(TRIED_NUMEL, dtype=torch.float32, device="cpu"))
+def _tried(optimizer: torch.optim.Optimizer, options: Options, sizes: Sequence[int]) -> Tried | None:
+    """Return a new optimizer after a step on a parameter, and the parameter's states."""
+    part = torch.nn.Parameter(torch.ones(sizes, dtype=torch.float32, device="cpu"))
+    part.grad = torch.ones_like(part)
     try:
-        fresh = rebuild(optimizer, [part])
-        part.grad = torch.ones(TRIED_NUMEL, dtype=torch.float32, device="cpu")
+        fresh = rebuild(optimizer, [{**copy.deepcopy(dict(options)), "params": [part]}])
         fresh.step()
     except Exception:  # a failed prediction must not fail the run: the caller reports that it has none
         return None
     return fresh, fresh.state[part]
 
 
-def _cost_of(fresh: torch.optim.Optimizer, state: Mapping[str, Any]) -> tuple[int, ...]:
+def _cost_of(fresh: torch.optim.Optimizer, state: Mapping[str, Any]) -> Cost:
     parts = parts_of(fresh, state)
     values = [value for key, value in state.items() if isinstance(value, Tensor) and key not in parts]
     numbers = sum(value.numel() == TRIED_NUMEL for value in values)
     counter_bytes = sum(value.nbytes for value in values if value.numel() != TRIED_NUMEL)
     if not isinstance(fresh, PackingOptimizer):
-        return numbers, counter_bytes
+        return Cost(numbers, counter_bytes)
     packed = fresh.packed_bytes
-    return numbers, counter_bytes, packed.element_bytes, packed.block_bytes, packed.block_numel
+    return Cost(numbers, counter_bytes, packed.element_bytes, packed.block_bytes, packed.block_numel)
 
 
 PRIMES = (3, 5, 7, 11, 13, 17)
@@ -122,51 +125,54 @@ class Kept:
     """What an optimizer keeps, as trial steps determine it.
 
     Args:
-        cost: of slices, as from `state_cost`.
         mark: which parameters it updates whole.
-        shapes: of the states of these, by index of group and by number of dimensions.
-        counters: keys of tensors that are the same for all elements of a parameter.
-        states: of a vector of `TRIED_NUMEL` elements after a step.
+        costs: of slices, by index of group; not of a group whose trial failed.
+        shapes: of the states of what it updates whole, by index of group and by number of dimensions.
+        states: of vectors of `TRIED_NUMEL` elements after the trials, of all groups.
     """
 
-    cost: tuple[int, ...] | None
     mark: Whole | None
+    costs: Mapping[int, Cost]
     shapes: Mapping[tuple[int, int], tuple[StateShape, ...]]
-    counters: frozenset[Any] = COUNTERS
-    states: Mapping[Any, Any] = field(default_factory=dict)
+    states: Mapping[Any, Any]
+
+    @property
+    def counters(self) -> frozenset[Any]:
+        """Keys of tensors that are the same for all elements of a parameter."""
+        tensors = {key: value for key, value in self.states.items() if isinstance(value, Tensor)}
+        found = {key for key, value in tensors.items() if value.numel() % TRIED_NUMEL}
+        return frozenset(found | (COUNTERS - self.states.keys()))
+
+    @property
+    def per_element(self) -> int:
+        """How many states have a value for each element, in any group: each has an array of its own in a file."""
+        return sum(isinstance(one, Tensor) and one.numel() == TRIED_NUMEL for one in self.states.values())
 
 
-def kept_by(optimizer: torch.optim.Optimizer) -> Kept:
-    """Return what an optimizer keeps; its groups hold the model's parameters."""
-    whole, tried = whole_of(optimizer), _tried(optimizer)
-    shapes = {} if whole is None else _whole_costs(optimizer, whole)
-    if tried is None:
-        return Kept(None, whole, shapes)
-    state = views_of(*tried)
-    tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
-    counters = {key for key, value in tensors.items() if value.numel() % TRIED_NUMEL} | (COUNTERS - state.keys())
-    return Kept(_cost_of(*tried), whole, shapes, frozenset(counters), state)
+def kept_by(optimizer: torch.optim.Optimizer, known: Kept | None = None) -> Kept:
+    """Return what an optimizer keeps; its groups, or the last one with `known`, hold the model's parameters.
 
-
-def _whole_costs(optimizer: torch.optim.Optimizer, whole: Whole) -> dict[tuple[int, int], tuple[StateShape, ...]]:
-    """Return the states of parameters that are updated whole; a step on prime dimensions determines them.
-
-    Nothing where the step fails.
+    Args:
+        known: what it kept before its last group was added.
     """
-    found: dict[tuple[int, int], tuple[StateShape, ...]] = {}
-    for place, group in enumerate(optimizer.param_groups):
-        options = {key: value for key, value in group.items() if key not in NOT_OPTIONS}
-        for ndim in {p.ndim for p in group["params"] if is_taken(whole, group, p.shape) and p.ndim <= len(PRIMES)}:
-            part = torch.nn.Parameter(torch.ones(PRIMES[:ndim], dtype=torch.float32, device="cpu"))
-            part.grad = torch.ones_like(part)
-            try:
-                fresh = rebuild(optimizer, [{**options, "params": [part]}])
-                fresh.step()
-            except Exception:  # a failed prediction must not fail the run
-                continue
-            tensors = [value for value in fresh.state[part].values() if isinstance(value, Tensor)]
-            found[place, ndim] = tuple(map(_state_shape, tensors))
-    return found
+    whole, done = whole_of(optimizer), dict[tuple[str, tuple[int, ...]], Tried | None]()
+    costs, shapes, states = (known.costs, known.shapes, known.states) if known is not None else ({}, {}, {})
+
+    def tried(options: Options, sizes: tuple[int, ...]) -> Tried | None:
+        if (key := (repr(sorted(options.items())), sizes)) not in done:
+            done[key] = _tried(optimizer, options, sizes)
+        return done[key]
+
+    for place, group in [*enumerate(optimizer.param_groups)][0 if known is None else -1 :]:
+        options = options_of(optimizer, group)
+        if (found := tried(options, (TRIED_NUMEL,))) is not None:
+            costs, states = {**costs, place: _cost_of(*found)}, {**states, **views_of(*found)}
+        taken = [p.ndim for p in group["params"] if whole is not None and is_taken(whole, group, p.shape)]
+        for ndim in {ndim for ndim in taken if ndim <= len(PRIMES)}:
+            if (found := tried(options, PRIMES[:ndim])) is not None:
+                tensors = [value for value in found[1].values() if isinstance(value, Tensor)]
+                shapes = {**shapes, (place, ndim): tuple(map(_state_shape, tensors))}
+    return Kept(whole, costs, shapes, states)
 
 
 def _state_shape(value: Tensor) -> StateShape:

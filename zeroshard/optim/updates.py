@@ -4,13 +4,13 @@ Owns the reading of an optimizer's groups. It must not know tensors' values, ste
 states by trial steps.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Final
 
 import torch
 
 from zeroshard.optim.keeps import Kept, is_taken, kept_by, whole_bytes
-from zeroshard.table.bytes import Owned, Updates
+from zeroshard.table.bytes import Cost, Owned, Sliced, Updates
 from zeroshard.table.owners import newton_schulz_cost
 from zeroshard.table.spec import BucketSpec, itemsize
 from zeroshard.table.whole import make_updates
@@ -19,7 +19,8 @@ __all__ = ["Entry", "USUAL_COST", "updates_of_optimizer"]
 
 Entry = tuple[BucketSpec, int, tuple[int, ...], int]
 """A parameter's bucket, its index there, its shape, and the rank that updates it, -1 if that is not known."""
-USUAL_COST: Final = (2, 4)
+NO_COST: Final = Cost(0, 0)
+USUAL_COST: Final = Cost(2, 4)
 """AdamW's states: elements for each element, and bytes of the counter of each parameter."""
 
 
@@ -28,25 +29,25 @@ def updates_of_optimizer(
     entry_of: Callable[[Any], Entry | None],
     *,
     kept: Kept | None = None,
-    unknown: Sequence[int] = (0, 0),
+    unknown: Cost = NO_COST,
 ) -> Updates:
     """Return what an optimizer updates and keeps.
 
     Args:
         entry_of: of a parameter in a group; None for a parameter that does not count.
         kept: what the optimizer keeps, where that is known.
-        unknown: the cost of states that no trial step determines.
+        unknown: the cost of states that no trial determines.
     """
     kept = kept or kept_by(optimizer)
     whole = kept.mark
-    entries = list[tuple[BucketSpec, int] | Owned]()
+    entries = list[Sliced | Owned]()
     for number, group in enumerate(optimizer.param_groups):
         for bucket, index, shape, owner in filter(None, map(entry_of, group["params"])):
             if whole is None or not is_taken(whole, group, shape):
-                entries.append((bucket, index))
+                entries.append(Sliced(bucket, index, kept.costs.get(number, unknown)))
                 continue
             nbytes = whole_bytes(kept.shapes.get((number, len(shape)), ()), shape, itemsize(bucket.formats.state))
             kind = "adafactor" if isinstance(optimizer, torch.optim.Adafactor) else "other"
             kind = "newton-schulz" if whole.cost is newton_schulz_cost else kind
             entries.append(Owned(bucket, index, shape, *nbytes, float(whole.cost(shape)), kind, owner))
-    return make_updates(entries, kept.cost or unknown)
+    return make_updates(entries)

@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeVar, final
 
 import torch
 
-from zeroshard.optim.keeps import state_cost
+from zeroshard.optim.keeps import kept_by
 from zeroshard.outer.island_options import IslandOptions
 from zeroshard.outer.mailbox_codec import BITS
 from zeroshard.outer.places import split
@@ -125,8 +125,8 @@ class Outer:
     def kept_per_element(self) -> int:
         """What is kept for each element of an island's shards: the anchor, outer states, and what rounding lost."""
         optimizer = self.trial()
-        cost = None if optimizer is None else state_cost(optimizer)
-        return 1 + (cost[0] if cost else 0) + (self.bits < BITS[0])
+        kept = 0 if optimizer is None else kept_by(optimizer).per_element
+        return 1 + kept + (self.bits < BITS[0])
 
     def check_units(self, trained: int) -> None:
         """Raise ValueError if there are more fragments than units with trained parameters."""

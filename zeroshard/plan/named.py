@@ -12,7 +12,7 @@ from typing import Final, final
 
 from zeroshard.describe.offload import with_places
 from zeroshard.plan.shape.shapes import Parameters, Transformer
-from zeroshard.table.bytes import Owned, Updates
+from zeroshard.table.bytes import Cost, Owned, Sliced, Updates
 from zeroshard.table.cells import Residency
 from zeroshard.table.layout import plan_layout
 from zeroshard.table.owners import newton_schulz_cost
@@ -186,18 +186,18 @@ def updates_of(
     Args:
         shape_of: of a parameter by its name and elements.
     """
-    entries = list[tuple[BucketSpec, int] | Owned]()
+    packed = states.element_bytes, states.block_bytes, states.block_numel
+    cost = Cost(states.per_element, states.counter_bytes, *packed)
+    entries = list[Sliced | Owned]()
     for bucket in (bucket for unit in units for bucket in unit.reduced):
         for index, (name, numel) in enumerate(zip(bucket.names, bucket.layout.numels, strict=True)):
             whole, shape = states.whole, shape_of(name, numel)
             if whole is None or not whole.takes(name, shape):
-                entries.append((bucket, index))
+                entries.append(Sliced(bucket, index, cost))
             else:
                 nbytes = whole.keeps(shape) * itemsize(bucket.formats.state), whole.counter_bytes
                 entries.append(Owned(bucket, index, shape, *nbytes, float(whole.cost(shape)), whole.kind))
-    packed = states.element_bytes, states.block_bytes, states.block_numel
-    made = make_updates(entries, (states.per_element, states.counter_bytes, *packed))
-    return replace(made, is_made=states.is_made)
+    return replace(make_updates(entries), is_made=states.is_made)
 
 
 def passing_bytes_of(
@@ -217,9 +217,8 @@ def passing_bytes_of(
 def _kernel_bytes(updates: Updates, passing: Passing, *, is_cpu: bool) -> int:
     """Return what the kernels of an optimizer take at most."""
     most, before, total, size = 0.0, 0, 0, 0
-    for bucket, index in updates.trained.parameters:
-        start, stop = bucket.layout.overlap(index, *bucket.states)
-        numel, size = stop - start, itemsize(bucket.formats.state)
+    for one in updates.trained.parameters:
+        numel, size = one.numel, itemsize(one.bucket.formats.state)
         most, before, total = max(most, passing.own * numel + passing.before * before), numel, total + numel
     return int(size * (most + passing.total * min(total, passing.batch_numel[not is_cpu] or total)))
 
@@ -227,7 +226,7 @@ def _kernel_bytes(updates: Updates, passing: Passing, *, is_cpu: bool) -> int:
 def _checked_bytes(updates: Sequence[Updates]) -> int:
     """Return the bytes of small gradients that are copied together to check that they are finite, on a CPU."""
     found = 0
-    buckets = {bucket.number: bucket for one in updates for bucket, _ in one.trained.parameters}
+    buckets = {bucket.number: bucket for one in updates for bucket, *_ in one.trained.parameters}
     buckets |= {owned.bucket.number: owned.bucket for one in updates for owned in one.trained.whole}
     for bucket in buckets.values():
         start, stop = bucket.states

@@ -6,6 +6,7 @@ It must not know how a step is simulated. Needs no torch.
 import dataclasses
 from collections import Counter
 from collections.abc import Sequence
+from operator import mul
 from typing import Final
 
 from zeroshard.describe.axes import check_count
@@ -74,7 +75,9 @@ def element_bytes_of(job: Job) -> tuple[int, int, int]:
     if whole:  # of what is updated whole, the mean
         states = round(whole / sum(one.bucket.layout.numels[one.index] for one in most.whole))
     else:
-        states = most.per_element * itemsize(formats.state) + most.element_bytes
+        numels = [one.bucket.layout.numels[one.index] for one in most.parameters]
+        each = [one.cost.each_bytes(itemsize(formats.state)) for one in most.parameters]
+        states = round(sum(map(mul, numels, each)) / max(1, sum(numels)))
     masters = itemsize(formats.master) * (formats.master != formats.param)
     return itemsize(formats.param), itemsize(formats.grad), states + masters
 
@@ -85,8 +88,8 @@ def states_by_rank(updates: Sequence[Updates], ranks: int) -> Sequence[int]:
     if len(updates) == 1 and not updates[0].unused and not updates[0].whole:
         return found  # slices differ by padding
     for one in updates:
-        for bucket, index in one.trained.parameters:
-            each = one.per_element * itemsize(bucket.formats.state) + one.element_bytes
+        for bucket, index, cost in one.trained.parameters:
+            each = cost.each_bytes(itemsize(bucket.formats.state))
             for rank in () if bucket.updates_all else bucket.layout.shards_of(index):
                 start, stop = bucket.layout.overlap(index, *bucket.layout.shard_range(rank))
                 found[rank] += (stop - start) * each
@@ -122,9 +125,9 @@ def save_bytes_of(job: Job) -> int:
     for one in job.updates:
         for owned in one.trained.whole:
             by_rank[owned.owner] += owned.state_bytes * (owned.bucket.number in buckets)
-        for bucket, index in one.trained.parameters:
-            if bucket.number in buckets:  # what lies packed, in a byte each, is saved as numbers
-                each[bucket.number, index] += (one.per_element + one.element_bytes) * itemsize(bucket.formats.state)
+        for bucket, index, cost in one.trained.parameters:
+            if bucket.number in buckets:
+                each[bucket.number, index] += cost.saved_bytes(itemsize(bucket.formats.state))
     # Blocks are alike, and there may be a thousand ranks.
     alike = Counter((b.layout, tuple(each[b.number, at] for at in range(len(b.names)))) for b in buckets.values())
     for (layout, sizes), count in alike.items():

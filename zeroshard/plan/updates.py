@@ -95,7 +95,7 @@ def updates_for(
     for one in options.optimizers:
         made = updates_of_optimizer(one, entry_of, kept=(kept := kept_by(one)))
         updates.append(replace(made, unused=unused, is_made=bool(one.state)))
-        if kept.cost is None and updates[-1].parameters:
+        if len(kept.costs) < len(one.param_groups) and updates[-1].parameters:
             raise ValueError(
                 f"optimizer=: the states of {type(one).__name__} cannot be determined by a trial step, because its "
                 "groups do not suffice to build it. Give the name of an optimizer with equal states, such as 'adamw'."

@@ -21,7 +21,7 @@ from zeroshard.describe.precision import Precision
 from zeroshard.describe.specs import describe_units
 from zeroshard.describe.units import UnitPlan
 from zeroshard.optim.updates import USUAL_COST, Entry, updates_of_optimizer
-from zeroshard.table.bytes import on_device, predict
+from zeroshard.table.bytes import Sliced, on_device, predict
 from zeroshard.table.cells import Residency
 from zeroshard.table.settings import Settings
 from zeroshard.table.sizes import size_text
@@ -76,7 +76,7 @@ class KeptBytes:
 
         # States that no trial step determines, or of an optimizer that is attached later, count as AdamW's.
         updates = [updates_of_optimizer(one, entry_of, unknown=USUAL_COST) for one in self.optimizers]
-        updates = updates or [make_updates(places.values(), USUAL_COST)]
+        updates = updates or [make_updates(Sliced(*place, USUAL_COST) for place in places.values())]
         wire = Silence() if self.is_alone else Messages()
         return on_device(predict(units, updates, wire))
 

@@ -12,7 +12,7 @@ from zeroshard.core.engine import Engine
 from zeroshard.core.guard import FUSED
 from zeroshard.describe.offload import check_in_files, reached
 from zeroshard.optim.admission import is_elementwise
-from zeroshard.optim.keeps import state_cost
+from zeroshard.optim.keeps import kept_by
 from zeroshard.optim.whole import whole_of
 from zeroshard.setup.request import Described
 from zeroshard.store.stores import Stores
@@ -54,7 +54,7 @@ def reserve(
     Raises:
         ValueError: the disk has too little space; the text has the numbers.
     """
-    states = max((cost[0] for one in optimizers if (cost := state_cost(one)) is not None), default=0)
+    states = max((kept_by(one).per_element for one in optimizers), default=0)
     tensors = [one for unit in units for b in unit.buckets for one in _tensors_of(b, states, is_first=is_first)]
     for store in stores.far.values():
         try:

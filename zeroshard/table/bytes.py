@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Final, final
+from typing import Final, NamedTuple, final
 
 from zeroshard.table.cells import DEVICE, FAR, Cell
 from zeroshard.table.owners import plan_rounds
@@ -21,7 +21,9 @@ from zeroshard.table.step import plain_uses, steady_passes
 from zeroshard.table.wires import Reducing, Wire
 
 __all__ = [
+    "Cost",
     "Owned",
+    "Sliced",
     "Updates",
     "add_bytes",
     "columns_of",
@@ -34,6 +36,54 @@ __all__ = [
 
 COLUMNS: Final = ("parameters", "gradients", "states", "padding", "transient")
 """Bytes of the device."""
+
+
+@final
+class Cost(NamedTuple):
+    """What an optimizer keeps of a slice.
+
+    Args:
+        per_element: state values per element, in the dtype in which masters are updated.
+        counter_bytes: bytes of counters.
+        element_bytes: bytes per element of states that lie packed, or are of another dtype.
+        block_bytes: bytes per block of `block_numel` elements of states that lie packed; the last block may be smaller.
+    """
+
+    per_element: int
+    counter_bytes: int
+    element_bytes: int = 0
+    block_bytes: int = 0
+    block_numel: int = 1
+
+    def each_bytes(self, size: int) -> int:
+        """Return the bytes of states per element, without those of blocks; a state value has `size` bytes."""
+        return self.per_element * size + self.element_bytes
+
+    def saved_bytes(self, size: int) -> int:
+        """Return the bytes per element in a save, where what lies packed, in a byte each, is a value each."""
+        return self.each_bytes(size) + self.element_bytes * (size - 1) * (self.block_bytes > 0)
+
+
+@final
+class Sliced(NamedTuple):
+    """A parameter of which each rank updates its slice: a bucket, the index there, and what is kept of the slice."""
+
+    bucket: BucketSpec
+    index: int
+    cost: Cost
+
+    @property
+    def numel(self) -> int:
+        """Elements of this rank's slice."""
+        start, stop = self.bucket.layout.overlap(self.index, *self.bucket.states)
+        return stop - start
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the slice's states, without counters."""
+        cost, numel = self.cost, self.numel
+        blocks = -(-numel // cost.block_numel)
+        return numel * cost.each_bytes(itemsize(self.bucket.formats.state)) + blocks * cost.block_bytes
 
 
 @final
@@ -80,22 +130,13 @@ class Updates:
     """The parameters and states of one optimizer.
 
     Args:
-        parameters: (bucket, index) of the parameters of which each rank updates its slice.
-        per_element: state values per element.
-        counter_bytes: bytes of counters per parameter.
-        element_bytes: packed bytes per element.
-        block_bytes: bytes per block of `block_numel` elements of a slice; the last block may be smaller.
+        parameters: those of which each rank updates its slice.
         whole: parameters that are updated as a whole.
         unused: (bucket's number, index) of parameters that get no gradients.
         is_made: whether the states are there before the first step, as of an Adagrad.
     """
 
-    parameters: Sequence[tuple[BucketSpec, int]]
-    per_element: int
-    counter_bytes: int
-    element_bytes: int = 0
-    block_bytes: int = 0
-    block_numel: int = 1
+    parameters: Sequence[Sliced]
     whole: Sequence[Owned] = field(default=(), kw_only=True)
     unused: Collection[tuple[int, int]] = field(default=(), kw_only=True)
     is_made: bool = field(default=False, kw_only=True)
@@ -108,12 +149,20 @@ class Updates:
             return bucket.is_reduced and (bucket.number, index) not in self.unused
 
         whole = [one for one in self.whole if is_used(one.bucket, one.index)]
-        return replace(self, parameters=[one for one in self.parameters if is_used(*one)], whole=whole)
+        return replace(self, parameters=[one for one in self.parameters if is_used(*one[:2])], whole=whole)
 
     @cached_property
     def buckets(self) -> frozenset[int]:
         """The numbers of the buckets with entries in the optimizer, those of frozen parameters included."""
-        return frozenset(b.number for b in (*(b for b, _ in self.parameters), *(one.bucket for one in self.whole)))
+        return frozenset(b.number for b in (one.bucket for one in (*self.parameters, *self.whole)))
+
+    @cached_property
+    def kept(self) -> Mapping[int, int]:
+        """The most state values per element of a slice, by the bucket's number."""
+        found = dict[int, int]()
+        for bucket, _, cost in self.parameters:
+            found[bucket.number] = max(found.get(bucket.number, 0), cost.per_element)
+        return found
 
     def numel_bytes(self, *, only_wide: bool = False, is_apart: bool = False) -> int:
         """Return the bytes of one state of all elements that this rank updates on its device.
@@ -127,17 +176,15 @@ class Updates:
 
     def state_bytes(self, *, is_apart: bool = False) -> int:
         """Return the bytes of all states, without counters, that this rank updates on its device or in other memory."""
-        numels = [numel for _, numel in self._slices(is_apart=is_apart)]
-        packed = sum(n * self.element_bytes - -n // self.block_numel * self.block_bytes for n in numels)
-        kept = (one for one in self.whole if one.is_kept and one.bucket.row.states.is_on_device is not is_apart)
-        return self.per_element * self.numel_bytes(is_apart=is_apart) + packed + sum(one.state_bytes for one in kept)
+        kept = (*self.parameters, *(one for one in self.whole if one.is_kept))
+        return sum(one.state_bytes for one in kept if one.bucket.row.states.is_on_device is not is_apart)
 
     def _slices(self, *, is_apart: bool, has_whole: bool = False) -> Iterator[tuple[BucketSpec, int]]:
         """Yield the bucket of each parameter, and the number of elements of this rank's slice."""
-        for bucket, index in [*self.parameters, *((o.bucket, o.index) for o in self.whole if has_whole)]:
-            if bucket.row.states.is_on_device is not is_apart:
-                start, stop = bucket.layout.overlap(index, *bucket.states)
-                yield bucket, stop - start
+        for one in (*self.parameters, *self.whole) if has_whole else self.parameters:
+            if one.bucket.row.states.is_on_device is not is_apart:
+                start, stop = one.bucket.layout.overlap(one.index, *one.bucket.states)
+                yield one.bucket, stop - start
 
 
 def kept_bytes(buckets: Iterable[BucketSpec]) -> Counter[str]:
@@ -183,13 +230,10 @@ def predict(units: Sequence[UnitSpec], updates: Sequence[Updates], wire: Wire) -
     wide_bytes = max((one.numel_bytes(only_wide=True) for one in updates), default=0)
     for one in updates:
         sliced, whole = one.trained.parameters, [owned for owned in one.trained.whole if owned.is_kept]
-        for bucket, index in sliced:
-            only = replace(one, parameters=[(bucket, index)], whole=())
-            nbytes = only.state_bytes(is_apart=not bucket.row.states.is_on_device)
-            add_bytes(found, "states", bucket.row.states, (nbytes, 0))
-        for owned in whole:
-            add_bytes(found, "states", owned.bucket.row.states, (owned.state_bytes, 0))
-        found["padding"] += one.counter_bytes * len(sliced) + sum(owned.counter_bytes for owned in whole)
+        for entry in (*sliced, *whole):
+            add_bytes(found, "states", entry.bucket.row.states, (entry.state_bytes, 0))
+        found["padding"] += sum(entry.cost.counter_bytes for entry in sliced)
+        found["padding"] += sum(owned.counter_bytes for owned in whole)
         exchanged.append([owned for owned in one.trained.whole if not owned.bucket.updates_all])
     found["transient"] = _transient_bytes(units, wire, wide_bytes, exchanged)
     return columns_of(found, buckets)

@@ -7,9 +7,8 @@ tensors. `owners.py` balances costs.
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from zeroshard.table.bytes import Owned, Updates
+from zeroshard.table.bytes import Owned, Sliced, Updates
 from zeroshard.table.owners import plan_owners
-from zeroshard.table.spec import BucketSpec
 
 __all__ = ["ELEMENTWISE", "make_updates", "owned_bytes"]
 
@@ -19,13 +18,12 @@ ELEMENTWISE = frozenset(
 """Classes of torch.optim whose update of an element depends only on that element."""
 
 
-def make_updates(entries: Iterable[tuple[BucketSpec, int] | Owned], cost: Sequence[int]) -> Updates:
+def make_updates(entries: Iterable[Sliced | Owned]) -> Updates:
     """Return what one optimizer updates and keeps.
 
     Args:
-        entries: in the order of the optimizer's groups: (bucket, index) of what is updated in slices, or what is
-            updated whole, either all with owners, or none.
-        cost: of states of slices: the fields of `Updates` after the parameters.
+        entries: in the order of the optimizer's groups: what is updated in slices, or whole, then either all with
+            owners, or none.
     """
     entries = [*entries]
     whole = [one for one in entries if isinstance(one, Owned)]
@@ -34,7 +32,7 @@ def make_updates(entries: Iterable[tuple[BucketSpec, int] | Owned], cost: Sequen
         numels = [one.bucket.layout.numels[one.index] for one in whole]
         owners = plan_owners(costs, numels, whole[0].bucket.layout.world_size)
         whole = [replace(one, owner=owner) for one, owner in zip(whole, owners, strict=True)]
-    return Updates([one for one in entries if not isinstance(one, Owned)], *cost, whole=whole)
+    return Updates([one for one in entries if not isinstance(one, Owned)], whole=whole)
 
 
 def owned_bytes(updates: Sequence[Updates], ranks: int) -> list[int]:

@@ -27,7 +27,7 @@ from zeroshard.core.slices import MasterSlice, States, make_master
 from zeroshard.core.slot import Slot, slot_of
 from zeroshard.core.states import Presence
 from zeroshard.core.unit import Unit
-from zeroshard.optim.keeps import TRIED_NUMEL, Kept
+from zeroshard.optim.keeps import TRIED_NUMEL, Kept, kept_by
 from zeroshard.optim.packed import Packed, pack, unpack, views_of
 from zeroshard.optim.pieces import update_in_pieces
 from zeroshard.torch_private import keep_first, keep_last
@@ -178,6 +178,7 @@ class ShardedOptimizer:
         self._admit([self.optimizer.defaults | group])
         self.source.plan([group])
         self._add_plain(group)
+        self.kept = kept_by(self.optimizer, self.kept)
         self._cut(self.optimizer.param_groups[-1])
 
     def _register(self, hook: Any) -> RemovableHandle:

@@ -192,10 +192,12 @@ class Elsewhere:
         rounded = there if is_there else numel - there if self._is_early(bucket) else numel
         # Masters that are the parameters themselves are not rounded.
         rounded_bytes = rounded * bucket.has_masters * (itemsize(sizes.master) + itemsize(sizes.param))
-        kept = max((one.per_element for one in job.updates if bucket.number in one.buckets), default=0)
+        updates = [one for one in job.updates if bucket.number in one.kept]
+        kept = max((one.kept[bucket.number] for one in updates), default=0)
+        most = max((max(one.kept.values()) for one in updates), default=0)
         is_moved = not (self._is_cpu or is_there or there)
         disk_s = self._disk_s(cell, numel * (itemsize(sizes.master) + kept * itemsize(sizes.state)))
-        step = piece_numel(bucket, kept) if disk_s else numel
+        step = piece_numel(bucket, most) if disk_s else numel
         for piece in (min(step, numel - start) for start in range(0, numel, max(1, step))):
             updated = [itemsize(sizes.master), *[itemsize(sizes.state)] * kept] * (disk_s > 0)
             for kind, moved in (("read", updated), ("write", [*updated, written_bytes(bucket)])):
@@ -211,7 +213,7 @@ class Elsewhere:
             job.device.copy_s(sent_bytes),
             max(1, -(-sent_bytes // half_bytes(cell.place))),
             disk_s,
-            min(MOST_PIECES, -(-numel // piece_numel(bucket, kept))) if disk_s else 0,
+            min(MOST_PIECES, -(-numel // piece_numel(bucket, most))) if disk_s else 0,
             job.device.disk_s(there * written_bytes(bucket), sharing),
         )
 

@@ -5,7 +5,7 @@ Owns the record that a film is made from. It must not know how it is made (`simu
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
 from typing import final
@@ -15,9 +15,9 @@ from zeroshard.plan.machine.hardware import Cost, Device, Span
 from zeroshard.plan.step.script import Call, Script, script_of
 from zeroshard.plan.step.system import ZEROSHARD, System
 from zeroshard.plan.step.turns import Turn, turns_of
-from zeroshard.table.bytes import Updates
+from zeroshard.table.bytes import Sliced, Updates
 from zeroshard.table.pipeline import Action, Kind, Schedule
-from zeroshard.table.spec import BucketSpec, UnitSpec, itemsize
+from zeroshard.table.spec import UnitSpec, itemsize
 from zeroshard.table.wires import Wire
 
 __all__ = ["Account", "Border", "Call", "Job", "Piped", "Tied", "account_of", "tied_unit"]
@@ -51,24 +51,23 @@ def account_of(updates: Sequence[Updates], device: Device) -> Account:
     moved_bytes: list[int] = []
     moved_apart = Counter[int]()
     for one in updates:
-        by_bucket: dict[int, list[tuple[BucketSpec, int]]] = {}
+        by_bucket: dict[int, list[Sliced]] = {}
         moved = 0
-        for bucket, index in one.trained.parameters:
-            by_bucket.setdefault(bucket.number, []).append((bucket, index))
-            start, stop = bucket.layout.overlap(index, *bucket.states)
-            sizes = bucket.formats
+        for entry in one.trained.parameters:
+            bucket, sizes = entry.bucket, entry.bucket.formats
+            by_bucket.setdefault(bucket.number, []).append(entry)
             # Master and states are read and written, the gradient read, the rounded parameter written.
-            kept = one.per_element * itemsize(sizes.state) + one.element_bytes
+            kept = entry.cost.each_bytes(itemsize(sizes.state))
             each = 2 * itemsize(sizes.master) + 2 * kept + itemsize(sizes.grad)
             if not bucket.row.states.is_on_device:
-                moved_apart[bucket.number] += (stop - start) * each
+                moved_apart[bucket.number] += entry.numel * each
             else:
-                moved += (stop - start) * (each + itemsize(sizes.param) * bucket.has_masters)
+                moved += entry.numel * (each + itemsize(sizes.param) * bucket.has_masters)
         moved_bytes.append(moved)
         for places in by_bucket.values():
-            bucket, of_bucket = places[0][0], replace(one, parameters=places, whole=())
-            kept_bytes = of_bucket.state_bytes() + of_bucket.state_bytes(is_apart=True)
-            states.append((bucket.name, kept_bytes, bucket.row.states.memory, one.counter_bytes * len(places)))
+            bucket, kept_bytes = places[0].bucket, sum(entry.state_bytes for entry in places)
+            counter_bytes = sum(entry.cost.counter_bytes for entry in places)
+            states.append((bucket.name, kept_bytes, bucket.row.states.memory, counter_bytes))
         whole = [owned for owned in one.trained.whole if owned.is_kept]
         states += [(o.bucket.name, o.state_bytes, o.bucket.row.states.memory, o.counter_bytes) for o in whole]
     return Account(

@@ -18,7 +18,6 @@ from zeroshard.plan.step.rank_job import Border, Job
 from zeroshard.plan.step.staging import buffer_bytes, file_staging_bytes
 from zeroshard.plan.step.storages import Storages
 from zeroshard.plan.step.updating import published_before, update
-from zeroshard.table.spec import itemsize
 from zeroshard.table.step import Phase as PassPhase
 from zeroshard.table.step import steady_passes
 
@@ -267,10 +266,9 @@ class _Rank:
 def _states_of_parameters(job: Job) -> Iterator[tuple[str, int, str, int]]:
     """Yield the states of each parameter, as `Account.states` has those of buckets."""
     for one in job.updates:
-        for bucket, index in one.trained.parameters:
-            start, stop = bucket.layout.overlap(index, *bucket.states)
-            nbytes = (stop - start) * one.per_element * itemsize(bucket.formats.state)
-            yield bucket.names[index], nbytes, bucket.row.states.memory, one.counter_bytes
+        for entry in one.trained.parameters:
+            bucket, index, cost = entry
+            yield bucket.names[index], entry.state_bytes, bucket.row.states.memory, cost.counter_bytes
 
 
 def _totals(clock: Clock) -> Counter[tuple[str, str]]:

@@ -35,16 +35,16 @@ def file_staging_bytes(units: Sequence[UnitSpec], updates: Sequence[Updates]) ->
     # The pieces of optimizers go through buffers of their own.
     for one in updates:
         count, own, written = 0, [0] * SETS, [0] * SETS
-        buckets = {bucket.number: bucket for bucket, _ in one.trained.parameters}
-        for bucket in (b for unit in units for b in unit.buckets if b.number in buckets):
+        kept, most = one.trained.kept, max(one.kept.values(), default=0)
+        for bucket in (b for unit in units for b in unit.buckets if b.number in kept):
             if not bucket.row.states.is_in_file:
                 continue
             size = itemsize(bucket.formats.master)
-            step = piece_numel(bucket, one.per_element)
+            step = piece_numel(bucket, most)
             numel = bucket.states[1] - bucket.states[0]
             for start in range(0, numel, step):
                 end = min(start + step, numel)
-                own[count % SETS] = max(own[count % SETS], _blocks(end - start, size) * (1 + one.per_element))
+                own[count % SETS] = max(own[count % SETS], _blocks(end - start, size) * (1 + kept[bucket.number]))
                 written[count % SETS] = max(written[count % SETS], _blocks(end - start, written_bytes(bucket)))
                 count += 1
         sets = [sum(parts) for parts in zip(sets, own, written, strict=True)]

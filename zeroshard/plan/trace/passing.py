@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zeroshard.optim.keeps import NOT_OPTIONS, rebuild, state_cost
+from zeroshard.optim.keeps import kept_by, options_of, rebuild
 from zeroshard.plan.named import Passing, States
 from zeroshard.plan.trace.events import Phase
 from zeroshard.plan.trace.tracer import trace_step
@@ -24,22 +24,26 @@ READ = (0.5, 1000.0)
 
 
 def passing_of(optimizer: torch.optim.Optimizer, known: States, *, is_cpu: bool) -> Passing:
-    """Return what a step of an optimizer has beside its states, by the options of its first group.
+    """Return what a step of an optimizer has beside its states: the most of any group.
 
     Args:
         known: of the optimizer by its name; they count where no trace succeeds.
     """
     # Constants that the step keeps in a cache are made here, not by a trace, whose tensors have no memory.
-    state_cost(optimizer)
-    options = {key: value for key, value in optimizer.param_groups[0].items() if key not in NOT_OPTIONS}
-    if known.is_fused and not is_cpu and options.get("foreach") is options.get("fused") is None:
-        options["fused"] = True
-    taken = [one for read in READ if (one := _taken(optimizer, options, read, is_cpu=is_cpu)) is not None]
-    if not taken:
-        return known.passing
-    one, two, three = map(max, zip(*taken, strict=True))
-    total = three - two
-    return Passing(total, one - total, two - one - total)
+    kept_by(optimizer)
+    found = dict[str, Passing]()
+    for options in (options_of(optimizer, group) for group in optimizer.param_groups):
+        if known.is_fused and not is_cpu and options.get("foreach") is options.get("fused") is None:
+            options["fused"] = True
+        if (key := repr(sorted(options.items()))) in found:
+            continue
+        taken = [one for read in READ if (one := _taken(optimizer, options, read, is_cpu=is_cpu)) is not None]
+        if not taken:
+            return known.passing
+        one, two, three = map(max, zip(*taken, strict=True))
+        total = three - two
+        found[key] = Passing(total, one - total, two - one - total)
+    return Passing(*(max(getattr(one, name) for one in found.values()) for name in ("total", "own", "before")))
 
 
 def _taken(

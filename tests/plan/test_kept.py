@@ -1,0 +1,87 @@
+"""The states of optimizers by their groups: of plans and of predictions, as a run has them."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zeroshard as zs
+from zeroshard.optim.keeps import kept_by
+from zeroshard.plan.machine.profiles import host_device
+from zeroshard.plan.named import Passing, States
+from zeroshard.plan.trace.passing import passing_of
+from zeroshard.table.bytes import Cost
+from zeroshard.testing import run_ranks
+
+
+def two_layers() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 16))
+
+
+def groups(model: nn.Module, **options: Any) -> list[dict[str, Any]]:
+    """Return the matrices of a model, with options, and the rest."""
+    matrices, vectors = ([p for p in model.parameters() if (p.ndim > 1) is wanted] for wanted in (True, False))
+    return [{"params": matrices, **options}, {"params": vectors}]
+
+
+MADE: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+    "momentum of a group": lambda model: torch.optim.SGD(groups(model, momentum=0.9), lr=0.1),
+    "no momentum of a group": lambda model: torch.optim.SGD(groups(model, momentum=0.0), lr=0.1, momentum=0.9),
+    "amsgrad of a group": lambda model: torch.optim.AdamW(groups(model, amsgrad=True)),
+    "two of RMSprop": lambda model: torch.optim.RMSprop(groups(model, centered=True), momentum=0.9),
+}
+
+
+def columns_of_a_run(name: str, row: dict[str, Any]) -> list[dict[str, int]]:
+    """Return the resident bytes after three steps, and the predicted ones."""
+    model = two_layers()
+    optimizer = MADE[name](model)
+    zero = zs.shard(model, optimizer, settings=zs.Settings(shared_memory=False), **row)
+    for _ in range(3):
+        model(torch.ones(2, 16)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    memory = zero.memory()
+    return [dict(memory.resident_bytes), dict(memory.predicted_bytes)]
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_states_of_groups_are_those_of_a_run(name: str) -> None:
+    model = two_layers()
+    plan = zs.plan(
+        model, world_size=2, stage=2, device=host_device(), precision="fp32", inputs=[torch.ones(2, 16)],
+        optimizer=MADE[name](model), loss=Tensor.sum, shared_memory=False,
+    )  # fmt: skip
+    for rank, (found, predicted) in zip(plan.ranks, run_ranks(columns_of_a_run, 2, name, {"stage": 2}), strict=False):
+        assert found["states"] == predicted["states"] == rank.resident_bytes["states"]
+
+
+def test_states_of_a_group_that_is_added_are_predicted() -> None:
+    model = two_layers()
+    first, second = groups(model)
+    optimizer = torch.optim.SGD([first], lr=0.1)
+    zero = zs.shard(model)
+    zero.attach(optimizer)
+    before = zero.memory().predicted_bytes["states"]
+    optimizer.add_param_group({**second, "momentum": 0.9})
+    assert zero.memory().predicted_bytes["states"] == before + 4 * (32 + 16)
+
+
+def test_the_room_of_states_is_that_of_all_groups() -> None:
+    optimizer = torch.optim.SGD(groups(two_layers(), momentum=0.9), lr=0.1)
+    kept = kept_by(optimizer)
+    assert kept.costs == {0: Cost(1, 0), 1: Cost(0, 0)}
+    assert kept.per_element == 1
+
+
+def test_a_step_takes_what_the_greediest_group_takes() -> None:
+    plain, heavy = ([nn.Parameter(torch.ones(4))] for _ in range(2))
+    optimizer = torch.optim.AdamW([{"params": plain}, {"params": heavy, "amsgrad": True, "foreach": True}])
+    alone = torch.optim.AdamW(heavy, amsgrad=True, foreach=True)
+    found, least = (passing_of(one, States(0, 0), is_cpu=True) for one in (optimizer, alone))
+    loop = passing_of(torch.optim.AdamW(plain), States(0, 0), is_cpu=True)
+    assert found == Passing(*(max(getattr(a, k) for a in (least, loop)) for k in ("total", "own", "before")))
+    assert found.total > loop.total
