@@ -27,10 +27,28 @@ def groups(model: nn.Module, **options: Any) -> list[dict[str, Any]]:
     return [{"params": matrices, **options}, {"params": vectors}]
 
 
+class Wide(torch.optim.Optimizer):
+    """Momentum in a dtype of its own."""
+
+    def __init__(self, params: Any, dtype: torch.dtype = torch.float64) -> None:
+        super().__init__(params, {"dtype": dtype})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in (one for one in group["params"] if one.grad is not None):
+                state = self.state[parameter]
+                if not state:
+                    state["sum"] = torch.zeros_like(parameter, dtype=group["dtype"])
+                state["sum"].mul_(0.9).add_(parameter.grad)
+                parameter.sub_(0.1 * state["sum"].to(parameter.dtype))
+
+
 MADE: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "momentum of a group": lambda model: torch.optim.SGD(groups(model, momentum=0.9), lr=0.1),
     "no momentum of a group": lambda model: torch.optim.SGD(groups(model, momentum=0.0), lr=0.1, momentum=0.9),
     "amsgrad of a group": lambda model: torch.optim.AdamW(groups(model, amsgrad=True)),
+    "float64 and bfloat16": lambda model: Wide(groups(model, dtype=torch.bfloat16)),
     "two of RMSprop": lambda model: torch.optim.RMSprop(groups(model, centered=True), momentum=0.9),
 }
 
@@ -85,3 +103,10 @@ def test_a_step_takes_what_the_greediest_group_takes() -> None:
     loop = passing_of(torch.optim.AdamW(plain), States(0, 0), is_cpu=True)
     assert found == Passing(*(max(getattr(a, k) for a in (least, loop)) for k in ("total", "own", "before")))
     assert found.total > loop.total
+
+
+@pytest.mark.parametrize(("dtype", "cost"), [(torch.float64, Cost(0, 0, 8)), (torch.float32, Cost(1, 0))])
+def test_states_of_another_dtype_have_its_size(dtype: torch.dtype, cost: Cost) -> None:
+    assert kept_by(Wide([nn.Parameter(torch.ones(4))], dtype)).costs == {0: cost}
+    assert cost.saved_bytes(4) == dtype.itemsize
+    assert Cost(0, 4, 2, 8, 256).saved_bytes(4) == 8  # what lies packed is a number each

@@ -71,12 +71,14 @@ def _tried(optimizer: torch.optim.Optimizer, options: Options, sizes: Sequence[i
 def _cost_of(fresh: torch.optim.Optimizer, state: Mapping[str, Any]) -> Cost:
     parts = parts_of(fresh, state)
     values = [value for key, value in state.items() if isinstance(value, Tensor) and key not in parts]
-    numbers = sum(value.numel() == TRIED_NUMEL for value in values)
+    of_elements = [value.dtype for value in values if value.numel() == TRIED_NUMEL]
     counter_bytes = sum(value.nbytes for value in values if value.numel() != TRIED_NUMEL)
+    numbers = of_elements.count(torch.float32)  # in the dtype of masters, whatever that is
+    other_bytes = sum(dtype.itemsize for dtype in of_elements if dtype != torch.float32)
     if not isinstance(fresh, PackingOptimizer):
-        return Cost(numbers, counter_bytes)
+        return Cost(numbers, counter_bytes, other_bytes)
     packed = fresh.packed_bytes
-    return Cost(numbers, counter_bytes, packed.element_bytes, packed.block_bytes, packed.block_numel)
+    return Cost(numbers, counter_bytes, packed.element_bytes + other_bytes, packed.block_bytes, packed.block_numel)
 
 
 PRIMES = (3, 5, 7, 11, 13, 17)
