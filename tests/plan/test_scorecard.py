@@ -13,7 +13,7 @@ import pytest
 from zeroshard.evidence import scorecard as cards
 from zeroshard.evidence.rows import run_of
 from zeroshard.evidence.scorecard import Label, Record, Scorecard, render, scorecard
-from zeroshard.evidence.sources import read_sources
+from zeroshard.evidence.sources import Source, read_sources
 from zeroshard.plan import pipes, planning, trying
 from zeroshard.plan.places import layers_of
 from zeroshard.plan.planning import make_plan
@@ -22,6 +22,13 @@ from zeroshard.plan.shape.shapes import Transformer
 from zeroshard.plan.systems import SYSTEMS
 
 SAMPLE = Path(__file__).parent / "data" / "published_sample.csv"
+OWN = {
+    "source": "my blog", "model": "llama-1.34B", "layers": "16", "hidden": "2048", "heads": "32", "vocab": "131072",
+    "seq": "4096", "params_b": "1.34", "gpu": "H100-80GB", "n_gpus": "8", "dp": "8", "tp": "1", "pp": "1",
+    "zero_stage": "3", "micro_batch": "2", "global_batch": "32", "recompute": "none",
+    "measured_metric": "gpu_mem_peak_rank0", "value": "50.2", "unit": "GiB",
+}  # fmt: skip
+"""A row of a source that no table has."""
 SMALL = Transformer(
     name="small", layers=2, hidden=1024, inner=4096, heads=16, vocabulary=32768, sequence=2048, is_tied=True
 )
@@ -181,6 +188,30 @@ def test_a_file_of_systems_comes_first(tmp_path: Path) -> None:
     (tmp_path / "wrong.json").write_text(json.dumps([{"source": "mosaicml", "system": "fsdp9"}]))
     with pytest.raises(ValueError, match=r"system must be one of zeroshard, fsdp2"):
         read_sources(tmp_path / "wrong.json")
+
+
+@pytest.mark.parametrize("system", ["deepspeed-2-offload", "deepspeed-3-offload"])
+def test_the_offload_of_a_system_is_planned(system: str) -> None:
+    row = OWN | {"zero_stage": ""}
+    run = run_of(row, [Source("my blog", system)])
+    plan = make_plan(run.shape, world_size=8, device="h100-80", seq=4096, batch=2, micro_batches=2, system=system)
+    record, without = (
+        cards._compared(row, run_of(row, [Source("my blog", name)]))[0]
+        for name in (system, system.removesuffix("-offload"))
+    )
+    assert isinstance(record, Record)
+    assert isinstance(without, Record)
+    assert record.predicted == plan.reserved_bytes / 2**30 < without.predicted
+    assert cards.step_s(run) == pytest.approx(plan.step_s)
+
+
+def test_one_rank_offloads_parameters_too() -> None:
+    run = run_of(OWN | {"dp": "1", "n_gpus": "1"}, [Source("my blog", "deepspeed-3-offload")])
+    plan = make_plan(
+        run.shape, world_size=1, device="h100-80", seq=4096, batch=2, micro_batches=16, system="deepspeed-3-offload"
+    )
+    assert not run.refused
+    assert cards.place_of(run, 0).peak_bytes == plan.peak_bytes
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, Final, final
 
+from zeroshard.describe.offload import offload_of
 from zeroshard.evidence.sources import Source, assumed, known_sources, version_of
 from zeroshard.plan.job import Options, check_options, check_shape
 from zeroshard.plan.machine.hardware import Device
@@ -144,7 +145,8 @@ def run_of(row: Mapping[str, str], sources: Sequence[Source] = ()) -> Run:
     is_looped, chunks = pipe > 1 and micro_batches >= pipe, re.search(r" VP(\d+) ", source)
     precision = "paper" if device.name == "v100-32" else system.precision or "bf16"
     asked = _whole(row, "zero_stage", 0) if system.stage is None or row["zero_stage"] else system.stage
-    residency = row_of_stage(asked if data > 1 else 0)
+    offload = offload_of(system.offload or None)
+    residency = row_of_stage(asked if data > 1 or offload else 0)  # one rank, too, copies units that are offloaded
     treated = CONFIGURATIONS.get(row["recompute"][:2])
     options = Options(
         world_size=data * tensor * pipe,
@@ -155,6 +157,7 @@ def run_of(row: Mapping[str, str], sources: Sequence[Source] = ()) -> Run:
             residency,
             activations=treated.activations if treated else _activations(row["recompute"], known, shape),
         ),
+        offload=offload,
         precision=precision,
         replicas=max(1, data // device.node_ranks) if row["zero_stage"].endswith("hsdp") else 1,
         tensor=tensor,
