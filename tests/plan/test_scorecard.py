@@ -255,6 +255,43 @@ def test_llama_2_with_selective_recomputation(
     assert sum(cell.of_unit(f"model.layers.{layer}") != () for layer in range(layers)) == recomputed
 
 
+@pytest.mark.parametrize(
+    ("changed", "axes"),
+    [
+        ({"dp": ""}, (8, 1, 1)),
+        ({"dp": "", "n_gpus": "64", "tp": "4", "pp": "2"}, (8, 4, 2)),
+        ({"n_gpus": "", "dp": "16"}, (16, 1, 1)),
+        ({"n_gpus": "16", "source": "my blog BF16 CP2 VP1"}, (8, 1, 1)),
+    ],
+)
+def test_ranks_of_data_that_a_row_leaves_out(changed: dict[str, str], axes: tuple[int, int, int]) -> None:
+    options = run_of(OWN | changed).options
+    assert (options.shard_ranks * options.replicas, options.tensor, options.pipe) == axes
+
+
+def test_a_row_whose_numbers_of_devices_differ_says_so() -> None:
+    assert cards._planned(OWN | {"n_gpus": "64"}) == "n_gpus is 64, but dp, tp and pp make 8 of them"
+    assert cards._planned(OWN | {"n_gpus": "64", "dp": "", "tp": "3"}) == (
+        "n_gpus is 64, but dp, tp and pp make 63 of them"
+    )
+
+
+@pytest.mark.parametrize(
+    ("metric", "units"),
+    [("gpu_mem_peak_rank0", {"GiB": 1, "MiB": 1024, "GB": 1.073741824}), ("iteration_time", {"s": 1, "ms": 1000})],
+)
+def test_predictions_have_the_unit_of_the_row(metric: str, units: dict[str, float]) -> None:
+    found = [cards._planned(OWN | {"measured_metric": metric, "unit": unit}) for unit in units]
+    values = [one[0].predicted for one in found if isinstance(one, tuple) and isinstance(one[0], Record)]
+    assert [one / values[0] for one in values] == pytest.approx([*units.values()])
+
+
+def test_an_unknown_unit_is_not_scored() -> None:
+    reason = "the unit 'h' of iteration_time is none of ms, s"
+    assert cards._planned(OWN | {"measured_metric": "iteration_time", "unit": "h"}) == reason
+    assert cards._planned(OWN | {"measured_metric": "speed"}) == "the metric speed is not planned"
+
+
 def test_a_row_without_a_batch_says_so() -> None:
     row = next(one for one in cards._read(SAMPLE) if one["source"].startswith("mosaicml"))
     assert cards._planned({**row, "micro_batch": ""}) == "the row has no micro_batch"

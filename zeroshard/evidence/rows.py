@@ -83,6 +83,18 @@ def _system(row: Mapping[str, str], sources: Sequence[Source]) -> tuple[Source, 
     return Source("", ""), assumed(row), True
 
 
+def _axes(row: Mapping[str, str]) -> tuple[int, int, int]:
+    """Return the ranks of a row along its axes: data, tensor and pipe."""
+    tensor, pipe = _whole(row, "tp", 1), _whole(row, "pp", 1)
+    # Megatron-Bridge's sources name the ranks that share a sequence (CP2); the plan has one rank for them.
+    contexts = re.search(r"\bCP(\d+)\b", row["source"])
+    others = tensor * pipe * (int(contexts[1]) if contexts else 1)
+    data = _whole(row, "dp", max(1, _whole(row, "n_gpus", 1) // others))
+    if (devices := _whole(row, "n_gpus", data * others)) != data * others:
+        raise NotPlannedError(f"n_gpus is {devices}, but dp, tp and pp make {data * others} of them")
+    return data, tensor, pipe
+
+
 @lru_cache(maxsize=512)
 def _shape(name: str, system: str, layers: int, hidden: int, heads: int, vocabulary: int, sequence: int) -> Transformer:
     low = name.lower()
@@ -135,7 +147,7 @@ def run_of(row: Mapping[str, str], sources: Sequence[Source] = ()) -> Run:
     # Megatron pads GPT-2's 50,257 tokens; if the number of heads is unknown, heads are 128 wide.
     heads, vocabulary = _whole(row, "heads", max(1, hidden // 128)), _whole(row, "vocab", 51200)
     heads = heads if hidden % heads == 0 else max(1, hidden // 128)
-    data, tensor, pipe = (_whole(row, key, 1) for key in ("dp", "tp", "pp"))
+    data, tensor, pipe = _axes(row)
     micro_batches = max(1, _whole(row, "global_batch", batch * data) // (batch * data))
     shape, device = (
         _shape(name, system.name, layers, hidden, heads, vocabulary, sequence),

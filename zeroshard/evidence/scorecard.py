@@ -250,8 +250,6 @@ def _timed(run: Run, row: Mapping[str, str]) -> float:
         "hw_tflops_per_gpu": rate * flops / 1e12,
         "days_for_300B_tokens": 300e9 / (rate * devices) / 86400,
     }
-    if metric not in found:
-        raise NotPlannedError(f"the metric {metric} is not planned")
     return found[metric]
 
 
@@ -264,6 +262,24 @@ _MEMORY: Final = MappingProxyType(
         "gpu_mem_nvidia_smi": "device",
     }
 )
+_RATE: Final = MappingProxyType(dict.fromkeys(("tok/s", "tokens/s", "tok/s/gpu", "tokens/s/gpu"), 1.0))
+_TOTAL: Final = MappingProxyType({"tok/s": 1.0, "tokens/s": 1.0})
+_FLOPS: Final = MappingProxyType({"TFLOP/s": 1.0, "TFLOPS": 1.0, "TFLOP/s/gpu": 1.0, "TFLOPS/gpu": 1.0})
+_BYTES: Final = MappingProxyType({"GiB": float(GIB), "GB": float(GB), "MiB": GIB / 1024, "MB": GB / 1000})
+UNITS: Final[Mapping[str, Mapping[str, float]]] = MappingProxyType(
+    dict.fromkeys(_MEMORY, _BYTES)
+    | {
+        "iteration_time": MappingProxyType({"ms": 1.0, "s": 1e3}),
+        "tokens_per_s_per_gpu": _RATE,
+        "tokens_per_s": _RATE,
+        "tokens_per_s_total": _TOTAL,
+        "mfu": MappingProxyType({"%": 1.0}),
+        "model_tflops_per_gpu": _FLOPS,
+        "hw_tflops_per_gpu": _FLOPS,
+        "days_for_300B_tokens": MappingProxyType({"days": 1.0}),
+    }
+)
+"""The metrics of rows, and the units of each in those that predictions have: bytes, milliseconds, and their own."""
 
 
 @lru_cache(maxsize=NEIGHBOURS)
@@ -359,10 +375,12 @@ def _compared(row: Mapping[str, str], run: Run) -> tuple[Record | Label, ...]:
         raise NotPlannedError(run.refused)
     if not (measured := float(row["value"])):
         raise NotPlannedError("a number that was rounded to 0")
-    if metric in _MEMORY:
-        predicted = _bytes(run, _MEMORY[metric]) / (GIB if row["unit"] == "GiB" else GB)
-    else:
-        predicted = _timed(run, row)
+    if metric not in UNITS:
+        raise NotPlannedError(f"the metric {metric} is not planned")
+    if row["unit"] not in UNITS[metric]:
+        raise NotPlannedError(f"the unit {row['unit']!r} of {metric} is none of {', '.join(UNITS[metric])}")
+    found = _bytes(run, _MEMORY[metric]) if metric in _MEMORY else _timed(run, row)
+    predicted = found / UNITS[metric][row["unit"]]
     # A row alone determines whether it is held out, so samples and the whole file agree.
     key = "".join(row[name] for name in ("source", "model", "seq", "n_gpus", "tp", "pp", "zero_stage", "micro_batch"))
     is_held_out = random.Random(f"{SEED}{key}").random() < 0.5
