@@ -292,6 +292,55 @@ def test_an_unknown_unit_is_not_scored() -> None:
     assert cards._planned(OWN | {"measured_metric": "speed"}) == "the metric speed is not planned"
 
 
+@pytest.mark.parametrize(
+    ("changed", "same"),
+    [
+        ({"recompute": "None"}, {}),
+        ({"recompute": "Full"}, {"recompute": "full"}),
+        ({"seq": " 4,096", "zero_stage": "3.0", "hidden": "2048.0"}, {}),
+    ],
+)
+def test_cells_in_other_spellings_are_the_same_run(
+    changed: dict[str, str], same: dict[str, str], tmp_path: Path
+) -> None:
+    path = tmp_path / "one.csv"
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, fieldnames=[*OWN])
+        writer.writeheader()
+        writer.writerow(OWN | changed)
+    (row,) = cards._read(path)
+    assert run_of(row) == run_of(OWN | same)
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"recompute": "off"}, "recompute 'off' is none of none, full, selective"),
+        ({"zero_stage": "stage 3"}, "zero_stage 'stage 3' is none of 0, 1, 2, 3"),
+        ({"zero_stage": "7"}, "zero_stage '7' is none of"),
+        ({"seq": "4k"}, "seq '4k' is not a number"),
+        ({"vocab": "128k"}, "vocab '128k' is not a number"),
+        ({"heads": "3,2"}, "heads '3,2' is not a number"),
+        ({"micro_batch": "0"}, "micro_batch '0' is not a whole number above 0"),
+        ({"layers": "1.5"}, "layers '1.5' is not a whole number above 0"),
+        ({"value": "nan"}, "value 'nan' is not a number"),
+        ({"value": ""}, "value '' is not a number"),
+        ({"measured_metric": "status", "value": "fine"}, "status 'fine' is none of ok, crash_or_oom"),
+        ({"model": "Mistral-7B"}, "no shape is known for the model 'Mistral-7B'"),
+        ({"layers": "26"}, "params_b of llama-1.34B is 1.34, but the shape of its columns has 1.71 billion"),
+    ],
+)
+def test_a_cell_that_cannot_be_read_is_a_reason(changed: dict[str, str], reason: str) -> None:
+    found = cards._planned(OWN | changed)
+    assert isinstance(found, str)
+    assert found.startswith(reason)
+
+
+def test_a_run_that_ended_well_is_told_in_any_case() -> None:
+    found = [cards._planned(OWN | {"measured_metric": "status", "value": value}) for value in ("OK", "OOM")]
+    assert [one[0].ran for one in found if isinstance(one, tuple) and isinstance(one[0], Label)] == [True, False]
+
+
 def test_a_row_without_a_batch_says_so() -> None:
     row = next(one for one in cards._read(SAMPLE) if one["source"].startswith("mosaicml"))
     assert cards._planned({**row, "micro_batch": ""}) == "the row has no micro_batch"

@@ -23,7 +23,7 @@ from zeroshard.plan.step.system import System
 from zeroshard.table.activations import Activations, Recomputed
 from zeroshard.table.stages import CONFIGURATIONS, row_of_stage
 
-__all__ = ["NotPlannedError", "Run", "run_of"]
+__all__ = ["NotPlannedError", "Run", "number_of", "run_of"]
 
 _INNER: Final = MappingProxyType({2048: 8192, 3072: 8192, 4096: 14336, 8192: 28672})
 """Widths of the playbook's MLPs, by hidden width (nanotron, scaling_benchmarks.py: `model_configs`)."""
@@ -35,7 +35,13 @@ DEVICES_NAMED: Final = (
     *(("B200", "b200"), ("GB300", "gb300"), ("B300", "b300"), ("RTX4090", "rtx4090"), ("A10G", "a10g")),
     ("A6000", "a6000"),
 )
-KEPT: Final = ("none", "", "baseline", "+chunkedCE")
+KEPT: Final = ("none", "", "baseline", "+chunkedce")
+RECOMPUTED: Final = ("full", "selective", "+ac")
+NUMBER: Final = re.compile(r"(\d+|\d{1,3}(,\d{3})+)(\.\d*)?(e[+-]?\d+)?|\.\d+", re.IGNORECASE)
+GPTS: Final = re.compile(r"gpt(?!.?oss)|mingpt|mpt|mt-nlg|opt-|bloom")
+"""Names of models with the shape of a GPT: an MLP of four times the width, without a gate."""
+SIZE_PART: Final = 0.15
+"""How far a shape may be from the size that its row gives; of those scored the ZeRO paper's 1.38B is furthest: 12%."""
 
 
 class NotPlannedError(Exception):
@@ -58,13 +64,26 @@ class Run:
     refused: str = ""
 
 
+def number_of(row: Mapping[str, str], key: str) -> float:
+    """Return the number in a cell, with or without commas between thousands.
+
+    Raises:
+        NotPlannedError: the cell has something else, such as "4k", "nan" or "-3".
+    """
+    if not NUMBER.fullmatch(row[key]):
+        raise NotPlannedError(f"{key} {row[key]!r} is not a number such as 4096, 4,096 or 0.5")
+    return float(row[key].replace(",", ""))
+
+
 def _whole(row: Mapping[str, str], key: str, default: int | None = None) -> int:
-    found = re.match(r"[\d.]+", row[key])
-    if found:
-        return int(float(found[0]))
-    if default is None:
-        raise NotPlannedError(f"the row has no {key}")
-    return default
+    if not row[key]:
+        if default is None:
+            raise NotPlannedError(f"the row has no {key}")
+        return default
+    found = number_of(row, key)
+    if not found or found % 1:
+        raise NotPlannedError(f"{key} {row[key]!r} is not a whole number above 0")
+    return int(found)
 
 
 @lru_cache(maxsize=32)
@@ -99,6 +118,10 @@ def _axes(row: Mapping[str, str]) -> tuple[int, int, int]:
 def _shape(name: str, system: str, layers: int, hidden: int, heads: int, vocabulary: int, sequence: int) -> Transformer:
     low = name.lower()
     if not low.startswith(("llama", "tinyllama")):
+        if not GPTS.match(low):
+            raise NotPlannedError(
+                f"no shape is known for the model {name!r}: names begin with gpt, llama, mpt and such"
+            )
         shape = gpt(name, layers, hidden, heads, vocabulary, sequence)
         return dataclasses.replace(shape, dropout=0.1 if system.startswith(("megatron-d", "deepspeed", "ddp")) else 0.0)
     if system == "nanotron":
@@ -120,10 +143,15 @@ def _shape(name: str, system: str, layers: int, hidden: int, heads: int, vocabul
 
 def _activations(recompute: str, known: Source, shape: Transformer) -> Activations:
     """Return what a row says of activations: kept, recomputed, or recomputed in one of some blocks."""
-    if recompute == "selective" and (each := known.selective.get(shape.name, 1)) > 1:
+    if (treated := CONFIGURATIONS.get(recompute.partition(" ")[0])) is not None:
+        return treated.activations
+    low = recompute.lower()
+    if low not in (*KEPT, *RECOMPUTED):
+        raise NotPlannedError(f"recompute {recompute!r} is none of none, full, selective, and C1 to C5")
+    if low == "selective" and (each := known.selective.get(shape.name, 1)) > 1:
         blocks = [name for name in own_units(shape) if name.rpartition(".")[2].isdecimal()]
         return Activations((), tuple((name, (Recomputed(),)) for name in blocks[each // 2 :: each]))
-    return Activations((Recomputed(),) * (recompute not in KEPT))
+    return Activations((Recomputed(),) * (low in RECOMPUTED))
 
 
 def run_of(row: Mapping[str, str], sources: Sequence[Source] = ()) -> Run:
@@ -153,13 +181,19 @@ def run_of(row: Mapping[str, str], sources: Sequence[Source] = ()) -> Run:
         _shape(name, system.name, layers, hidden, heads, vocabulary, sequence),
         _device(row["gpu"], tuple(known.device.items())),
     )
+    if row.get("params_b") and abs(shape.numel() / 1e9 / number_of(row, "params_b") - 1) > SIZE_PART:
+        has = f"{shape.numel() / 1e9:.3g}"
+        raise NotPlannedError(
+            f"params_b of {name} is {row['params_b']}, but the shape of its columns has {has} billion"
+        )
     products = next((to for key, to in (("FP8", "float8"), ("NVFP4", "float4")) if key in source), system.products)
     is_looped, chunks = pipe > 1 and micro_batches >= pipe, re.search(r" VP(\d+) ", source)
     precision = "paper" if device.name == "v100-32" else system.precision or "bf16"
-    asked = _whole(row, "zero_stage", 0) if system.stage is None or row["zero_stage"] else system.stage
+    if (stage := re.fullmatch(r"([0-3]?)(\.0)?(-hsdp)?", row["zero_stage"])) is None:
+        raise NotPlannedError(f"zero_stage {row['zero_stage']!r} is none of 0, 1, 2, 3 and 3-hsdp")
+    asked = int(stage[1]) if stage[1] else system.stage or 0
     offload = offload_of(system.offload or None)
     residency = row_of_stage(asked if data > 1 or offload else 0)  # one rank, too, copies units that are offloaded
-    treated = CONFIGURATIONS.get(row["recompute"][:2])
     options = Options(
         world_size=data * tensor * pipe,
         device=device,
@@ -167,11 +201,11 @@ def run_of(row: Mapping[str, str], sources: Sequence[Source] = ()) -> Run:
         sequence=sequence,
         row=dataclasses.replace(
             residency,
-            activations=treated.activations if treated else _activations(row["recompute"], known, shape),
+            activations=_activations(row["recompute"], known, shape),
         ),
         offload=offload,
         precision=precision,
-        replicas=max(1, data // device.node_ranks) if row["zero_stage"].endswith("hsdp") else 1,
+        replicas=max(1, data // device.node_ranks) if stage[3] else 1,
         tensor=tensor,
         is_sequence_parallel=system.is_sequence_parallel and tensor > 1,
         micro_batches=micro_batches,

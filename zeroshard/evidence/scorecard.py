@@ -27,7 +27,7 @@ from statistics import median
 from types import MappingProxyType
 from typing import Any, Final, final
 
-from zeroshard.evidence.rows import NotPlannedError, Run, run_of
+from zeroshard.evidence.rows import NotPlannedError, Run, number_of, run_of
 from zeroshard.evidence.sources import Source
 from zeroshard.plan.margins import kind_of
 from zeroshard.plan.planning import plan_alone
@@ -262,6 +262,7 @@ _MEMORY: Final = MappingProxyType(
         "gpu_mem_nvidia_smi": "device",
     }
 )
+RAN: Final = MappingProxyType({"ok": True, "crash_or_oom": False, "oom": False, "crash": False})
 _RATE: Final = MappingProxyType(dict.fromkeys(("tok/s", "tokens/s", "tok/s/gpu", "tokens/s/gpu"), 1.0))
 _TOTAL: Final = MappingProxyType({"tok/s": 1.0, "tokens/s": 1.0})
 _FLOPS: Final = MappingProxyType({"TFLOP/s": 1.0, "TFLOPS": 1.0, "TFLOP/s/gpu": 1.0, "TFLOPS/gpu": 1.0})
@@ -350,7 +351,8 @@ def _all_planned(rows: list[dict[str, str]], sources: Sequence[Source]) -> Itera
 def _read(path: str | Path) -> list[dict[str, str]]:
     try:
         with Path(path).open(newline="", encoding="utf-8") as file:
-            rows = list(csv.DictReader(file))
+            read = csv.DictReader(file, restkey="", restval="")
+            rows = [{key.strip(): value.strip() for key, value in one.items() if key} for one in read]
     except (OSError, ValueError, csv.Error) as error:
         raise ValueError(f"{path} is not a readable file of published runs: {error}") from error
     if not rows or "measured_metric" not in rows[0]:
@@ -369,11 +371,12 @@ def _planned(row: Mapping[str, str], sources: Sequence[Source] = ()) -> tuple[Re
 def _compared(row: Mapping[str, str], run: Run) -> tuple[Record | Label, ...]:
     metric, label, system = row["measured_metric"], _label(row, run), run.options.system.name
     if metric == "status":
-        fits = not run.refused and _fits(run)
-        return (Label(row["source"], label, ran=row["value"] == "ok", fits=fits),)
+        if (ran := RAN.get(row["value"].lower())) is None:
+            raise NotPlannedError(f"status {row['value']!r} is none of {', '.join(RAN)}")
+        return (Label(row["source"], label, ran=ran, fits=not run.refused and _fits(run)),)
     if run.refused:
         raise NotPlannedError(run.refused)
-    if not (measured := float(row["value"])):
+    if not (measured := number_of(row, "value")):
         raise NotPlannedError("a number that was rounded to 0")
     if metric not in UNITS:
         raise NotPlannedError(f"the metric {metric} is not planned")
