@@ -145,8 +145,26 @@ def test_a_file_that_is_none(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"bytes\.csv is not a readable file"):
         scorecard(tmp_path / "bytes.csv")
     (tmp_path / "other.csv").write_text("a,b\n1,2\n")
-    with pytest.raises(ValueError, match="no column measured_metric"):
+    with pytest.raises(ValueError, match=r"other\.csv has no column source, model, .*, unit; cells may be empty"):
         scorecard(tmp_path / "other.csv")
+    (tmp_path / "empty.csv").write_text(",".join(OWN) + "\n")
+    with pytest.raises(ValueError, match=r"empty\.csv has no rows"):
+        scorecard(tmp_path / "empty.csv")
+
+
+def test_a_file_of_a_spreadsheet_is_read(tmp_path: Path) -> None:
+    """It begins with a mark of its encoding, has spaces around names, and rows with more or fewer cells."""
+    cells = ",".join(OWN.values())
+    short = ",".join([*OWN.values()][:-2])
+    (tmp_path / "sheet.csv").write_text(
+        f"{', '.join(OWN)}\n{cells},,\n{short}\n{cells.replace('4096', '4,096')}\n", encoding="utf-8-sig"
+    )
+    found = scorecard(tmp_path / "sheet.csv")
+    assert [one.source for one in found.records] == ["my blog"]
+    assert found.skipped == {
+        "value '' is not a number such as 4096, 4,096 or 0.5": 1,
+        "n_gpus 'H100-80GB' is not a number such as 4096, 4,096 or 0.5": 1,
+    }
 
 
 # -- the film ---------------------------------------------------------------------------------------------------------

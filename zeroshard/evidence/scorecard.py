@@ -28,7 +28,7 @@ from types import MappingProxyType
 from typing import Any, Final, final
 
 from zeroshard.evidence.rows import NotPlannedError, Run, number_of, run_of
-from zeroshard.evidence.sources import Source
+from zeroshard.evidence.sources import COLUMNS, Source
 from zeroshard.plan.margins import kind_of
 from zeroshard.plan.planning import plan_alone
 from zeroshard.plan.result import Plan
@@ -350,13 +350,15 @@ def _all_planned(rows: list[dict[str, str]], sources: Sequence[Source]) -> Itera
 
 def _read(path: str | Path) -> list[dict[str, str]]:
     try:
-        with Path(path).open(newline="", encoding="utf-8") as file:
+        with Path(path).open(newline="", encoding="utf-8-sig") as file:
             read = csv.DictReader(file, restkey="", restval="")
             rows = [{key.strip(): value.strip() for key, value in one.items() if key} for one in read]
     except (OSError, ValueError, csv.Error) as error:
         raise ValueError(f"{path} is not a readable file of published runs: {error}") from error
-    if not rows or "measured_metric" not in rows[0]:
-        raise ValueError(f"{path} has no rows of published runs, or no column measured_metric.")
+    if not rows:
+        raise ValueError(f"{path} has no rows of published runs.")
+    if missing := [one for one in COLUMNS if one not in rows[0]]:
+        raise ValueError(f"{path} has no column {', '.join(missing)}; cells may be empty where a run does not say.")
     return rows
 
 

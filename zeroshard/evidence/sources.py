@@ -16,8 +16,13 @@ from zeroshard.plan.shape.transformer import Kernels
 from zeroshard.plan.step.system import System
 from zeroshard.plan.systems import SYSTEMS, system_named
 
-__all__ = ["Source", "assumed", "known_sources", "read_sources", "version_of"]
+__all__ = ["COLUMNS", "Source", "assumed", "known_sources", "read_sources", "version_of"]
 
+COLUMNS: Final = (
+    *("source", "model", "layers", "hidden", "heads", "vocab", "seq", "gpu", "n_gpus", "dp", "tp", "pp", "zero_stage"),
+    *("micro_batch", "global_batch", "recompute", "measured_metric", "value", "unit"),
+)
+"""Columns of a file of published runs; one with params_b has its sizes compared, too."""
 POLLED_DEVICES: Final = 512
 UNPOLLED_TENSOR: Final = 32
 POLLED_S: Final = 0.85
