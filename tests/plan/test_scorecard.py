@@ -208,6 +208,43 @@ def test_a_file_of_systems_comes_first(tmp_path: Path) -> None:
         read_sources(tmp_path / "wrong.json")
 
 
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"options": {"products": "flot8"}}, "products must be one of '', 'float32', .*; got 'flot8'"),
+        ({"options": {"is_sequence_parallel": "no"}}, "is_sequence_parallel must be of type bool; got 'no'"),
+        ({"options": {"cut": "foo"}}, r"cut must be of type Literal\['bytes', 'even', 'compute'\]; got 'foo'"),
+        ({"options": {"offload": "hosst"}}, "options: .*'hosst'"),
+        ({"options": {"stage": 9}}, "stage must be one of None, 0, 1, 2, 3; got 9"),
+        ({"options": {"stage": "1"}}, r"stage must be of type int \| None; got '1'"),
+        ({"options": {"precision": "bf17"}}, "precision must be one of '', 'fp32'.*; got 'bf17'"),
+        ({"options": {"host_part": float("nan")}}, "host_part must be of type float; got nan"),
+        ({"options": {"bucket_bytes": -5}}, "bucket_bytes must be at least -1; got -5"),
+        ({"options": {"blocked_s": [0.1]}}, r"blocked_s must be of type tuple\[float, float\]"),
+        ({"options": {"speed": 1}}, "options are name, stage, .*; got speed"),
+        ({"options": {"kernels": {"foo": 1}}}, "kernels are attention, .*; got foo"),
+        ({"options": {"kernels": {"fused_gate": "no"}}}, "kernels: fused_gate must be of type bool; got 'no'"),
+        ({"columns": {"foo": "1"}}, "columns are source, model, .*; got foo"),
+        ({"columns": {"micro_batch": 4}}, "columns must be of type"),
+        ({"device": {"foo": 1}}, "device: .*'foo'"),
+        ({"device": {"memory_bytes": "80"}}, "device must be of type"),
+    ],
+)
+def test_a_wrong_value_in_a_file_of_systems_is_named(changed: dict[str, Any], message: str, tmp_path: Path) -> None:
+    (tmp_path / "systems.json").write_text(json.dumps([{"source": "my blog", "system": "fsdp2"} | changed]))
+    with pytest.raises(ValueError, match=f"^my blog: .*{message}"):
+        read_sources(tmp_path / "systems.json")
+
+
+def test_a_list_in_a_file_of_systems_is_a_tuple(tmp_path: Path) -> None:
+    options = {"blocked_s": [0.1, 2], "kernels": {"fused_gate": True}}
+    (tmp_path / "systems.json").write_text(
+        json.dumps([{"source": "my blog", "system": "fsdp2", "options": options}]), encoding="utf-8-sig"
+    )
+    system = run_of(OWN, read_sources(tmp_path / "systems.json")).options.system
+    assert (system.blocked_s, system.kernels.fused_gate) == ((0.1, 2), True)
+
+
 @pytest.mark.parametrize("system", ["deepspeed-2-offload", "deepspeed-3-offload"])
 def test_the_offload_of_a_system_is_planned(system: str) -> None:
     row = OWN | {"zero_stage": ""}

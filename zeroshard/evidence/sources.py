@@ -6,12 +6,17 @@ that is in no table gets a system from its columns, and its rows are reported ap
 
 import dataclasses
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import Any, Final, final
+from types import MappingProxyType, UnionType
+from typing import Any, Final, Literal, final, get_args, get_origin, get_type_hints
 
+from zeroshard.describe.offload import offload_of
+from zeroshard.plan.machine.presets import device_named
+from zeroshard.plan.named import PRECISIONS
 from zeroshard.plan.shape.transformer import Kernels
 from zeroshard.plan.step.system import System
 from zeroshard.plan.systems import SYSTEMS, system_named
@@ -23,6 +28,16 @@ COLUMNS: Final = (
     *("micro_batch", "global_batch", "recompute", "measured_metric", "value", "unit"),
 )
 """Columns of a file of published runs; one with params_b has its sizes compared, too."""
+CHOICES: Final[Mapping[str, Sequence[Any]]] = MappingProxyType(
+    {
+        "stage": (None, 0, 1, 2, 3),
+        "precision": ("", *PRECISIONS),
+        "products": ("", "float32", "float16", "bfloat16", "float8", "float4"),
+    }
+)
+"""Values of options whose types have more."""
+LEAST: Final = MappingProxyType({"bucket_bytes": -1, "attention_factor": 1e-3, "node_factor": 1e-3})
+"""The least values of numbers that may be below 0, or not 0."""
 POLLED_DEVICES: Final = 512
 UNPOLLED_TENSOR: Final = 32
 POLLED_S: Final = 0.85
@@ -57,16 +72,56 @@ class Source:
         """Return the system.
 
         Raises:
-            ValueError: an option is unknown.
+            ValueError: an option is unknown, or has a value that its type does not have.
         """
         base, options = system_named(self.system), dict(self.options)
-        if "kernels" in options and not isinstance(options["kernels"], Kernels):
-            options["kernels"] = dataclasses.replace(base.kernels, **options["kernels"])
-        try:
-            return dataclasses.replace(base, **options)
-        except TypeError as error:
-            known = ", ".join(one.name for one in dataclasses.fields(System))
-            raise ValueError(f"{self.source}: options are {known}; {error}.") from error
+        if isinstance(kernels := options.get("kernels"), Mapping):
+            options["kernels"] = dataclasses.replace(
+                base.kernels, **_fitting(f"{self.source}: kernels", Kernels, kernels)
+            )
+        return dataclasses.replace(base, **_fitting(f"{self.source}: options", System, options))
+
+
+def _fitting(where: str, kind: type, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values for fields of a dataclass, with lists as tuples.
+
+    Raises:
+        ValueError: no field has such a name, or a value is not of its field.
+    """
+    types = get_type_hints(kind)
+    if unknown := ", ".join(given.keys() - types.keys()):
+        raise ValueError(f"{where} are {', '.join(types)}; got {unknown}.")
+    found = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
+    for name, value in found.items():
+        numbers = [one for one in (value if isinstance(value, tuple) else [value]) if isinstance(one, int | float)]
+        if not _is(types[name], value):
+            text = types[name].__name__ if isinstance(types[name], type) else str(types[name]).replace("typing.", "")
+            raise ValueError(f"{where}: {name} must be of type {text}; got {value!r}.")
+        if name in CHOICES and value not in CHOICES[name]:
+            raise ValueError(f"{where}: {name} must be one of {', '.join(map(repr, CHOICES[name]))}; got {value!r}.")
+        if numbers and min(numbers) < LEAST.get(name, 0):
+            raise ValueError(f"{where}: {name} must be at least {LEAST.get(name, 0)}; got {value!r}.")
+    try:
+        offload_of(found.get("offload") or None)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
+    return found
+
+
+def _is(kind: Any, value: Any) -> bool:
+    """Return whether a value is of the type of a field."""
+    origin, parts = get_origin(kind), get_args(kind)
+    if origin is Literal:
+        return value in parts
+    if origin is UnionType:
+        return any(_is(one, value) for one in parts)
+    if origin is tuple:
+        return isinstance(value, tuple) and len(value) == len(parts) and all(map(_is, parts, value))
+    if origin is Mapping:
+        return isinstance(value, Mapping) and all(_is(parts[1], one) for one in value.values())
+    if kind is float:
+        return type(value) in (int, float) and math.isfinite(value)
+    return kind is Any or (value is None if kind is type(None) else type(value) is kind)
 
 
 @cache
@@ -108,13 +163,21 @@ def read_sources(path: str | Path) -> Sequence[Source]:
     """Read systems of sources from a JSON file: a list of mappings with the fields of `Source`.
 
     Raises:
-        ValueError: the file is not such a list, or names an unknown system or option.
+        ValueError: the file is not such a list, names an unknown system, column, field or option, or has a value that
+            an option cannot have.
     """
     try:
-        found = [Source(**one) for one in json.loads(Path(path).read_text())]
+        found = [Source(**one) for one in json.loads(Path(path).read_text(encoding="utf-8-sig"))]
     except (OSError, TypeError, ValueError) as error:
         fields = ", ".join(one.name for one in dataclasses.fields(Source))
         raise ValueError(f"{path} is not a JSON list of mappings with {fields}: {error}") from error
     for one in found:
+        _fitting(f"{one.source}: fields", Source, vars(one))
+        if unknown := ", ".join(one.columns.keys() - {*COLUMNS}):
+            raise ValueError(f"{one.source}: columns are {', '.join(COLUMNS)}; got {unknown}.")
+        try:
+            dataclasses.replace(device_named("h100-80"), **one.device)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{one.source}: device: {error}") from error
         one.made()
     return found
