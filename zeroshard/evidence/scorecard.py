@@ -6,7 +6,8 @@ reads one file.
 
 Note: what is not planned, and said to be so
     `Scorecard.skipped` has the number of rows by reason: the row does not give layers, batch or length; adapters and
-    quantized weights (LoRA, QLoRA); the largest model that fits; a layout that the plan refuses.
+    quantized weights (LoRA, QLoRA); the largest model that fits; a layout that the plan refuses; a cell or a unit that
+    cannot be read; columns that contradict each other.
 """
 
 import csv
@@ -263,24 +264,22 @@ _MEMORY: Final = MappingProxyType(
     }
 )
 RAN: Final = MappingProxyType({"ok": True, "crash_or_oom": False, "oom": False, "crash": False})
-_RATE: Final = MappingProxyType(dict.fromkeys(("tok/s", "tokens/s", "tok/s/gpu", "tokens/s/gpu"), 1.0))
-_TOTAL: Final = MappingProxyType({"tok/s": 1.0, "tokens/s": 1.0})
-_FLOPS: Final = MappingProxyType({"TFLOP/s": 1.0, "TFLOPS": 1.0, "TFLOP/s/gpu": 1.0, "TFLOPS/gpu": 1.0})
-_BYTES: Final = MappingProxyType({"GiB": float(GIB), "GB": float(GB), "MiB": GIB / 1024, "MB": GB / 1000})
-UNITS: Final[Mapping[str, Mapping[str, float]]] = MappingProxyType(
-    dict.fromkeys(_MEMORY, _BYTES)
+_RATES: Final = ("tok/s", "tokens/s", "tok/s/gpu", "tokens/s/gpu")
+_FLOPS: Final = ("TFLOP/s", "TFLOPS", "TFLOP/s/gpu", "TFLOPS/gpu")
+UNITS: Final = MappingProxyType(
+    dict.fromkeys(_MEMORY, ("GiB", "GB", "MiB", "MB"))
+    | dict.fromkeys(("tokens_per_s_per_gpu", "tokens_per_s"), _RATES)
+    | dict.fromkeys(("model_tflops_per_gpu", "hw_tflops_per_gpu"), _FLOPS)
     | {
-        "iteration_time": MappingProxyType({"ms": 1.0, "s": 1e3}),
-        "tokens_per_s_per_gpu": _RATE,
-        "tokens_per_s": _RATE,
-        "tokens_per_s_total": _TOTAL,
-        "mfu": MappingProxyType({"%": 1.0}),
-        "model_tflops_per_gpu": _FLOPS,
-        "hw_tflops_per_gpu": _FLOPS,
-        "days_for_300B_tokens": MappingProxyType({"days": 1.0}),
+        "tokens_per_s_total": _RATES[:2],
+        "iteration_time": ("ms", "s"),
+        "mfu": ("%",),
+        "days_for_300B_tokens": ("days",),
     }
 )
-"""The metrics of rows, and the units of each in those that predictions have: bytes, milliseconds, and their own."""
+"""Units of each metric."""
+SIZES: Final = MappingProxyType({"GiB": GIB, "GB": GB, "MiB": GIB / 1024, "MB": GB / 1000, "s": 1e3})
+"""Sizes of units in those that predictions have; 1 for others."""
 
 
 @lru_cache(maxsize=NEIGHBOURS)
@@ -318,7 +317,8 @@ def scorecard(path: str | Path, sources: Sequence[Source] = ()) -> Scorecard:
 
     Args:
         path: a CSV with the columns source, model, layers, hidden, heads, vocab, seq, gpu, n_gpus, dp, tp, pp,
-            zero_stage, micro_batch, global_batch, recompute, measured_metric, value, unit.
+            zero_stage, micro_batch, global_batch, recompute, measured_metric, value, unit. Cells may be empty: dp follows
+            from n_gpus. Where there is a column params_b, sizes are compared with it.
         sources: systems of sources, before those that the package knows.
 
     Returns:
@@ -385,7 +385,7 @@ def _compared(row: Mapping[str, str], run: Run) -> tuple[Record | Label, ...]:
     if row["unit"] not in UNITS[metric]:
         raise NotPlannedError(f"the unit {row['unit']!r} of {metric} is none of {', '.join(UNITS[metric])}")
     found = _bytes(run, _MEMORY[metric]) if metric in _MEMORY else _timed(run, row)
-    predicted = found / UNITS[metric][row["unit"]]
+    predicted = found / SIZES.get(row["unit"], 1.0)
     # A row alone determines whether it is held out, so samples and the whole file agree.
     key = "".join(row[name] for name in ("source", "model", "seq", "n_gpus", "tp", "pp", "zero_stage", "micro_batch"))
     is_held_out = random.Random(f"{SEED}{key}").random() < 0.5
