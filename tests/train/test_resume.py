@@ -21,7 +21,7 @@ from zeroshard.train.lease import Lease
 from zeroshard.train.loop import train
 from zeroshard.train.metrics import RunFiles
 from zeroshard.train.models.gpt import GPT, GPTConfig
-from zeroshard.train.resume import _reschedule, check_folder, is_complete
+from zeroshard.train.resume import _reschedule, check_folder, is_complete, keep_export_files
 from zeroshard.train.run import learning_rate_factor
 from zeroshard.train.settings import Train
 
@@ -430,6 +430,29 @@ def test_lines_are_on_the_disk_before_a_checkpoint(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "rename", watched_rename)
     _run(tmp_path, "run")
     assert order.index("metrics.jsonl") < order.index("step-00000006")
+
+
+def test_files_for_exports_stay_whole_on_a_full_disk(tmp_path, monkeypatch):
+    source = tmp_path / "tokenizer.json"
+    source.write_text("first")
+    settings = {"folder": tmp_path, "model": SimpleNamespace(lora=None), "export_files": {source.name: source}}
+    run = SimpleNamespace(config=SimpleNamespace(**settings))
+    keep_export_files(run)
+
+    def refuse(source, target):
+        Path(target).touch()
+        os.truncate(target, 0)
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(shutil, "copyfile", refuse)
+    keep_export_files(run)  # what is there already is not written again
+    source.write_text("other")
+    with pytest.raises(OSError, match="No space left"):
+        keep_export_files(run)
+    assert {path.name: path.read_text() for path in (tmp_path / "export").iterdir()} == {"tokenizer.json": "first"}
+    monkeypatch.undo()
+    keep_export_files(run)
+    assert (tmp_path / "export" / "tokenizer.json").read_text() == "other"
 
 
 def test_both_rates_of_muon_follow_another_rate():

@@ -10,10 +10,12 @@ Note: exactly
     Otherwise its sums have another order.
 """
 
+import filecmp
 import json
 import os
 import re
 import shutil
+import tempfile
 import time
 import warnings
 from collections import deque
@@ -95,17 +97,33 @@ def keep_export_files(run: Run) -> None:
     """Copy configuration and tokenizer of a Hugging Face model into the folder of the run, for exports.
 
     The run then needs its model's folder no longer, which somebody may change or remove. Of adapters, their
-    configuration is kept, too.
+    configuration is kept, too. Files that are there are whole at any time, also if the disk is full.
     """
     config = run.config
     folder = config.folder / _EXPORT
     if config.model.lora:
-        folder.mkdir(exist_ok=True)
         adapters: Any = run.model.peft_config
-        adapters["default"].save_pretrained(str(folder))
+        with tempfile.TemporaryDirectory() as made:
+            adapters["default"].save_pretrained(made)
+            for path in Path(made).iterdir():
+                _copy_whole(path, folder / path.name)
     for name, path in config.export_files.items():
-        folder.mkdir(exist_ok=True)
-        shutil.copyfile(path, folder / name)
+        _copy_whole(path, folder / name)
+
+
+def _copy_whole(source: Path, target: Path) -> None:
+    """Copy a file, unless its bytes are there; what was there stays as it was if this fails."""
+    if target.exists() and filecmp.cmp(source, target, shallow=False):
+        return
+    target.parent.mkdir(exist_ok=True)
+    unfinished = target.with_name(f".{target.name}.unfinished")
+    try:
+        shutil.copyfile(source, unfinished)
+        with unfinished.open("rb") as file:
+            os.fsync(file.fileno())
+        os.replace(unfinished, target)
+    finally:
+        unfinished.unlink(missing_ok=True)
 
 
 def is_complete(config: Config) -> bool:
