@@ -12,7 +12,7 @@ from zeroshard.outer.mailbox_files import stored_bytes
 from zeroshard.outer.mailbox_order import Versions
 from zeroshard.table.sizes import GIB
 
-__all__ = ["ACTIVE", "DONE", "GONE", "HERE", "LEFT", "Facts", "Member"]
+__all__ = ["ACTIVE", "DONE", "Facts", "GONE", "HERE", "LEFT", "Member"]
 
 ACTIVE, DONE, GONE, LEFT = "active", "done", "gone", "left"
 HERE: Final = (ACTIVE, DONE)
