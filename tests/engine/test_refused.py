@@ -321,6 +321,18 @@ class Apart(nn.Module):
             self.first.weight, self.second.weight = nn.Parameter(whole[:4]), nn.Parameter(whole[2:])
         elif kind == "buffer":
             self.second.register_buffer("row", self.first.weight.detach()[1])
+        elif kind == "column":
+            self.second.register_buffer("row", self.first.weight.detach()[:, 1])
+        elif kind == "attribute":
+            self.second.row = self.first.weight.detach()[1]
+        elif kind == "attribute's column":
+            self.second.row = self.first.weight.detach()[:, 1]
+        elif kind == "list":
+            self.second.rows = {"of the first": [None, (self.first.weight.data,)]}
+        elif kind == "no view":
+            held, row = [self.first.weight], self.first.weight.detach()[1].clone()
+            held.append(held)
+            self.second.held, self.second.rows = held, (row, row[:2])
         elif kind == "side by side":
             whole = torch.randn(8, 4)
             self.first.weight, self.second.weight = nn.Parameter(whole[:4]), nn.Parameter(whole[4:])
@@ -332,13 +344,26 @@ class Apart(nn.Module):
         return self.second(self.first(x))
 
 
-@pytest.mark.parametrize("kind", ["transposed", "data", "slices", "buffer"])
+@pytest.mark.parametrize("kind", ["transposed", "data", "slices", "buffer", "column"])
 def test_tensors_that_share_memory_are_refused_by_name(kind: str) -> None:
     with pytest.raises(ValueError, match=r"'(first|second)\.\w+' and '(first|second)\.\w+' share memory"):
         zs.shard(Apart(kind))
 
 
-@pytest.mark.parametrize("kind", ["side by side", "frozen", ""])
+@pytest.mark.parametrize("kind", ["attribute", "attribute's column", "list"])
+def test_a_plain_attribute_that_is_a_view_of_a_parameter_is_refused_by_name(kind: str) -> None:
+    with pytest.raises(ValueError, match=r"share memory.*'second\.rows?' is no parameter and no buffer.*compute it in"):
+        zs.shard(Apart(kind))
+
+
+def test_a_plain_attribute_may_be_a_view_of_a_parameter_that_is_not_sharded_or_not_trained() -> None:
+    model = Apart("attribute")
+    zs.shard(model, ignored=[model.first.weight])
+    (frozen := Apart("attribute")).requires_grad_(False)
+    zs.shard(frozen)
+
+
+@pytest.mark.parametrize("kind", ["side by side", "frozen", "no view", ""])
 def test_memory_that_is_shared_without_harm_is_not_refused(kind: str) -> None:
     model = Apart(kind)
     zs.shard(model)

@@ -6,7 +6,7 @@ know engines. Read `Request` first, then `describe`.
 
 import dataclasses
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, final
@@ -40,7 +40,7 @@ from zeroshard.table.cells import Residency, check_memories
 from zeroshard.table.settings import Settings
 from zeroshard.table.spec import UnitSpec
 from zeroshard.table.stages import name_of_row
-from zeroshard.torch_private import is_dense, is_fake, local_of
+from zeroshard.torch_private import has_split, is_dense, is_fake, local_of
 from zeroshard.values.materialize import InitFn, check_source
 from zeroshard.values.weights import Weights
 from zeroshard.wire.comm import Tag
@@ -205,22 +205,53 @@ def check_selections(row: Residency, plans: Sequence[UnitPlan], tensor_size: int
     check_activations(row.activations, plans, tensor_size)
 
 
-def _refuse_shared_memory(model: nn.Module, mesh: Mesh) -> None:
+def _refuse_shared_memory(model: nn.Module, mesh: Mesh, ignored: Collection[int]) -> None:
     """Raise if a trained parameter shares memory with another tensor of the model, which would be set apart."""
-    last, last_stop, by_place = "", 0, list[tuple[int, int, str, bool]]()
-    for name, one in (*model.named_parameters(), *model.named_buffers()):
+    registered = dict([*model.named_parameters(), *model.named_buffers()])
+    by_place = list[tuple[int, int, str, bool]]()
+    for name, one in (*registered.items(), *_plain_attributes(model, registered.values())):
         part = local_of(one.detach())
-        if part.layout is torch.strided and not (part.is_meta or is_fake(part)) and part.numel() and is_dense(part):
-            by_place.append((part.data_ptr(), part.nbytes, name, one.requires_grad))
-    is_trained = False
+        if part.layout is not torch.strided or part.is_meta or is_fake(part) or not part.numel():
+            continue
+        if is_dense(part) or not isinstance(one, nn.Parameter):  # parameters may be columns of one matrix
+            reach = 1 + sum((size - 1) * stride for size, stride in zip(part.shape, part.stride(), strict=True))
+            trains = name in registered and one.requires_grad and id(one) not in ignored
+            by_place.append((part.data_ptr(), reach * part.itemsize, name, trains))
+    last, last_stop, is_trained = "", 0, False
     for place, nbytes, name, trains in sorted(by_place):
         if place < last_stop and (trains or is_trained):
+            if plain := {last, name} - registered.keys():
+                remedy = (
+                    f"'{plain.pop()}' is no parameter and no buffer, so updates would not reach it: compute it in "
+                    "forward, from the parameter, or clone it if it shall keep these values."
+                )
+            else:
+                remedy = (
+                    "Assign one nn.Parameter to both modules, with a transposition in forward if need be, or clone one."
+                )
             raise ValueError(
                 f"{mesh} '{last}' and '{name}' share memory, but are two tensors, which zs.shard() would set apart. "
-                "Assign one nn.Parameter to both modules, with a transposition in forward if need be, or clone one."
+                + remedy
             )
         if place + nbytes > last_stop:
             last, last_stop, is_trained = name, place + nbytes, trains
+
+
+def _plain_attributes(model: nn.Module, known: Iterable[torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield tensors that modules keep as attributes, or in lists, tuples and dicts there, except known ones."""
+    seen = {id(one) for one in known}
+    for path, module in model.named_modules():
+        for key, value in vars(module).items():
+            values = [value]
+            while values:
+                one = values.pop()
+                if not isinstance(one, torch.Tensor | list | tuple | dict) or id(one) in seen:
+                    continue
+                seen.add(id(one))
+                if not isinstance(one, torch.Tensor):
+                    values += one.values() if isinstance(one, dict) else one
+                elif type(one) in (torch.Tensor, nn.Parameter) or has_split([type(one)]):
+                    yield f"{path}.{key}".removeprefix("."), one
 
 
 def _check_settings(settings: Settings) -> None:
@@ -320,7 +351,7 @@ def _check_model(model: nn.Module, forward_methods: Sequence[str], mesh: Mesh, a
                 "module in the model and of the method, such as 'encoder.encode', or only the name of a method of the "
                 "model."
             )
-    _refuse_shared_memory(model, mesh)
+    _refuse_shared_memory(model, mesh, ignored)
 
 
 def place_of(model: object) -> torch.device | None:
