@@ -125,6 +125,8 @@ ADDED = {
     "the shards that have a parameter, for plans as for saves": 3,
     "errors of transforms inside a forward and of updates inside a backward name the cause": 12,
     "states of each slice by the options of its group": 23,
+    "plain attributes that are views of parameters are refused by name": 28,
+    "groups of pairs of a name and a parameter, and groups that cannot be added": 20,
 }
 """Lines of the engine that features have added since the budgets were set."""
 MOVED = {

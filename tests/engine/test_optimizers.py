@@ -168,6 +168,60 @@ def a_group_added_later(run: Run) -> None:
     run.record(lengths=[len(group["params"]) for group in optimizer.param_groups])
 
 
+def a_named_group_added_later(run: Run) -> None:
+    """Entries may be pairs of a name and a parameter, which torch takes apart; some alone are refused."""
+    model = models.build(models.Stack)
+    model.head.requires_grad_(False)
+    optimizer = torch.optim.AdamW([(name, p) for name, p in model.named_parameters() if p.requires_grad], lr=1e-2)
+    run.shard(model, optimizer)
+    train(run, model, optimizer, steps=1)
+    model.head.requires_grad_(True)
+    with pytest.raises(ValueError, match="names"):
+        optimizer.add_param_group({"params": [("head.weight", model.head.weight), model.head.bias]})
+    with pytest.raises(TypeError, match="ordered collections"):
+        optimizer.add_param_group({"params": {model.head.weight}})
+    with pytest.raises(TypeError, match="only optimize Tensors"):
+        optimizer.add_param_group({"params": [model.head.weight, "head.bias"]})
+    optimizer.add_param_group({"params": model.head.named_parameters(prefix="head"), "lr": 5e-2})
+    train(run, model, optimizer, steps=2, first=1)
+    run.record(names=[group["param_names"] for group in optimizer.param_groups])
+
+
+class Prepared(torch.optim.AdamW):
+    """Gives new parameters a state, of which ranks cannot join slices, if told to."""
+
+    is_odd = False
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        if self.is_odd:
+            self.state[param_group["params"][-1]]["parts"] = [torch.ones(2)]
+
+
+def a_group_added_after_failures(run: Run) -> None:
+    """A group that is refused, at once or when half of it is cut, leaves the optimizer as it was."""
+    model = models.build(models.Stack)
+    model.head.requires_grad_(False)
+    optimizer = Prepared([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    run.shard(model, optimizer)
+    train(run, model, optimizer, steps=1)
+    weight, bias = model.head.parameters()
+    if isinstance(run, Sharded):
+        for bad in ([weight, weight], [weight, bias, model.stem.weight]):
+            with pytest.raises(ValueError, match=r"is in more than one group or optimizer, or twice in one group"):
+                optimizer.add_param_group({"params": bad})
+        optimizer.is_odd = True
+        with pytest.raises(TypeError, match=r"'head.bias', the state 'parts', a list"):
+            optimizer.add_param_group({"params": [weight, bias]})
+        optimizer.is_odd = False
+        assert len(optimizer.param_groups) == 1
+        assert optimizer.state.pop(bias).keys() == {"parts"}
+    model.head.requires_grad_(True)
+    optimizer.add_param_group({"params": [weight, bias], "lr": 5e-2})
+    train(run, model, optimizer, steps=2, first=1)
+    run.record(lengths=[len(group["params"]) for group in optimizer.param_groups])
+
+
 def a_group_removed_and_added_again(run: Run) -> None:
     """Leave the head out for some steps; its momentum stays, and another optimizer may have it meanwhile."""
     model = models.build(models.Stack)
@@ -273,6 +327,8 @@ SCRIPTS = [
     groups_built_after,
     several_built_after,
     a_group_added_later,
+    a_named_group_added_later,
+    a_group_added_after_failures,
     a_group_removed_and_added_again,
     a_block_added_later,
     existing_state,

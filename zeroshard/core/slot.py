@@ -15,7 +15,7 @@ from zeroshard.core.dtypes import LossScale
 from zeroshard.wire.comm import Comm
 from zeroshard.wire.mesh import Mesh
 
-__all__ = ["Form", "NormsOfPlaces", "Owner", "Slot", "slot_of"]
+__all__ = ["Form", "NormsOfPlaces", "Owner", "Slot", "free", "slot_of"]
 
 Tensor = torch.Tensor
 
@@ -193,3 +193,32 @@ def slot_of(parameter: Tensor) -> Slot:
     """Return the slot of a sharded parameter or of its master slice."""
     slot: Slot = parameter.__dict__["_zeroshard"]
     return slot
+
+
+def free(slots: Sequence[Slot], optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+    """Take parameters from groups that were removed, for a group of `optimizer`; the result undoes it.
+
+    Raises:
+        ValueError: an optimizer has a parameter in a group, or one was given twice; nothing has changed.
+    """
+    held: dict[torch.optim.Optimizer, set[Slot]] = {}
+    before: dict[Slot, tuple[Callable[[], torch.optim.Optimizer | None], int | None]] = {}
+    for slot in slots:
+        if (owner := slot.optimizer()) is not None and owner not in held:
+            held[owner] = {slot_of(entry) for group in owner.param_groups for entry in group["params"]}
+        if slot in before or (owner is not None and slot in held[owner]):
+            raise ValueError(
+                f"Parameter '{slot.name}' is in more than one group or optimizer, or twice in one group; each may "
+                "update it once."
+            )
+        before[slot] = slot.optimizer, slot.updater
+    for slot in slots:
+        owner, slot.optimizer = slot.optimizer(), _no_owner
+        if owner is not None and owner is not optimizer:
+            slot.updater = None
+
+    def undo() -> None:
+        for slot, (taken_by, updater) in before.items():
+            slot.optimizer, slot.updater = taken_by, updater
+
+    return undo

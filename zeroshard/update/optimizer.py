@@ -24,7 +24,7 @@ from zeroshard.core.dtypes import round_at_random
 from zeroshard.core.engine import Engine
 from zeroshard.core.guard import Answer
 from zeroshard.core.slices import MasterSlice, States, make_master
-from zeroshard.core.slot import Slot, slot_of
+from zeroshard.core.slot import Slot, free, slot_of
 from zeroshard.core.states import Presence
 from zeroshard.core.unit import Unit
 from zeroshard.optim.keeps import TRIED_NUMEL, Kept, kept_by
@@ -77,7 +77,7 @@ class ShardedOptimizer:
         """The slice of each parameter that was ever in a group, in an order that is equal on all ranks."""
         self._replaced: set[MasterSlice] = set()
         """Slices to whose `.data` anybody has assigned since the last step."""
-        _free([parameter for group in optimizer.param_groups for parameter in group["params"]], optimizer)
+        free([slot_of(parameter) for group in optimizer.param_groups for parameter in group["params"]], optimizer)
         source.plan(optimizer.param_groups)
         for group in optimizer.param_groups:
             self._cut(group)
@@ -153,7 +153,8 @@ class ShardedOptimizer:
             masters.append(master)
             self._slices[slot] = master
             if parameter in state:
-                keep_state(self.optimizer, master, state.pop(parameter))
+                keep_state(self.optimizer, master, state[parameter])
+                del state[parameter]
             elif left is not None and left in state:
                 state[master], master.uncut = state.pop(left), left.uncut  # as torch keeps it
             slot.optimizer = weakref.ref(self.optimizer)
@@ -166,20 +167,35 @@ class ShardedOptimizer:
                 "parameters: leave gathered() first, and add the group on every rank."
             )
         params = group["params"]
-        group["params"] = [params] if isinstance(params, Tensor) else list(params)
-        for parameter in group["params"]:
+        if not isinstance(params, set):  # which torch refuses
+            group["params"] = params = [params] if isinstance(params, Tensor) else list(params)
+        entries = [entry[1] if isinstance(entry, tuple) else entry for entry in params]
+        are_known = not isinstance(params, set) and all(isinstance(entry, Tensor) for entry in entries)
+        groups, count = self.optimizer.param_groups, len(self.optimizer.param_groups)
+        restore: Callable[[], None] = lambda: None  # noqa: E731
+        try:
+            if are_known:  # else torch says what is wrong
+                self._check_added(group, entries)
+                restore = free([slot_of(entry) for entry in entries], self.optimizer)
+            self._add_plain(group)
+            self.source.plan(groups[count:])
+            self.kept = kept_by(self.optimizer, kept)
+            self._cut(groups[-1])
+        except BaseException:
+            self.kept = kept
+            del groups[count:]
+            restore()
+            raise
+
+    def _check_added(self, group: dict[str, Any], entries: Sequence[Tensor]) -> None:
+        for parameter in entries:
             if "_zeroshard" not in getattr(parameter, "__dict__", {}):
                 raise ValueError(
                     f"add_param_group: a parameter of shape {tuple(parameter.shape)} is not in the sharded model, so "
                     "it would not be reduced. Add it to the model before zs.shard(), or give it to an optimizer of "
                     "its own."
                 )
-        _free(group["params"], self.optimizer)
-        self._admit([self.optimizer.defaults | group])
-        self.source.plan([group])
-        self._add_plain(group)
-        self.kept = kept_by(self.optimizer, self.kept)
-        self._cut(self.optimizer.param_groups[-1])
+        self._admit([self.optimizer.defaults | group | {"params": entries}])
 
     def _register(self, hook: Any) -> RemovableHandle:
         """Register a hook of user code in front of ours, which may make the update."""
@@ -354,27 +370,6 @@ class ShardedOptimizer:
                 f"{self._engine.mesh} optimizer.load_state_dict() here would not reach the shards. Use `with "
                 "zero.gathered(states=True, writeback=True):` around it, on every rank, or zero.load(path)."
             )
-
-
-def _free(parameters: Sequence[Tensor], optimizer: torch.optim.Optimizer) -> None:
-    """Take parameters from groups that were removed, for a group of `optimizer`.
-
-    Raises:
-        ValueError: an optimizer has a parameter in a group; nothing was exchanged.
-    """
-    held: dict[torch.optim.Optimizer, set[Slot]] = {}
-    for slot in map(slot_of, parameters):
-        if (owner := slot.optimizer()) is None:
-            continue
-        if owner not in held:
-            held[owner] = {slot_of(entry) for group in owner.param_groups for entry in group["params"]}
-        if slot in held[owner]:
-            raise ValueError(
-                f"Parameter '{slot.name}' is in more than one group or optimizer; each may update it once."
-            )
-        slot.optimizer = lambda: None
-        if owner is not optimizer:
-            slot.updater = None
 
 
 def is_cut(key: Any, value: Any, master: Tensor, part: Tensor | None = None) -> bool:
