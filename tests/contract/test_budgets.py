@@ -127,6 +127,7 @@ ADDED = {
     "states of each slice by the options of its group": 23,
     "plain attributes that are views of parameters are refused by name": 28,
     "groups of pairs of a name and a parameter, and groups that cannot be added": 20,
+    "an error that says why a context of torch does not help": 9,
 }
 """Lines of the engine that features have added since the budgets were set."""
 MOVED = {

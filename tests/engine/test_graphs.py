@@ -2,16 +2,20 @@
 
 import dataclasses
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.graph import allow_mutation_on_saved_tensors
 
+import zeroshard as zs
 from tests import models
 from tests.models import WIDTH
-from tests.oracle import Run, assert_matches, at_worlds
+from tests.oracle import TIMEOUT_S, Run, assert_matches, at_worlds
+from zeroshard.testing import run_ranks
 
 
 @dataclasses.dataclass
@@ -426,3 +430,32 @@ class Corrupting(nn.Module):
 def test_what_torch_refuses_is_refused(script: Callable[[Run], None]) -> None:
     for result in assert_matches(script, 2)[0].values():
         assert result["records"] == [{"is_error": True}]
+
+
+def changed_where_torch_allows_it() -> list[str]:
+    """Change an input in place under torch's context for that; return the errors at stages 2 and 3, and without it."""
+    errors = []
+    for stage, context in (
+        (2, allow_mutation_on_saved_tensors),
+        (3, allow_mutation_on_saved_tensors),
+        (3, nullcontext),
+    ):
+        model, x = nn.Linear(WIDTH, WIDTH), torch.ones(2, WIDTH)
+        zs.shard(model, stage=stage)
+        with context():
+            loss = model(x).square().mean()
+            x.zero_()
+            try:
+                loss.backward()
+                errors.append("")
+            except RuntimeError as error:
+                errors.append(str(error))
+    return errors
+
+
+def test_an_error_names_the_context_that_does_not_help() -> None:
+    for none, named, plain in run_ranks(changed_where_torch_allows_it, 2, timeout_s=TIMEOUT_S):
+        assert none == ""
+        assert named.startswith(plain)
+        assert "modified by an inplace operation" in plain
+        assert "such as allow_mutation_on_saved_tensors(), does not help" in named.removeprefix(plain)

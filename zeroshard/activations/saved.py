@@ -29,6 +29,15 @@ BECAUSE: Final = (
 class ChangedInPlaceError(RuntimeError):
     """A saved tensor was changed in place after the forward pass saved it."""
 
+    def __init__(self, text: str) -> None:
+        outer, _ = innermost_hooks() or (None, None)
+        if getattr(outer, "__module__", "") == torch.autograd.graph.__name__:
+            text += (
+                " A context of torch.autograd.graph, such as allow_mutation_on_saved_tensors(), does not help: the "
+                "hooks of zs.shard() take the place of its hooks in the model's forward."
+            )
+        super().__init__(text)
+
 
 @dataclass(slots=True)
 class Plain:
