@@ -35,6 +35,7 @@ PLANNED = {
     "gradients of tied weights that places of a pipe exchange": 12,
     "what the fullest rank copies for a save": 18,
     "exchanges of other programs: each matrix alone, beside products, or to one rank": 60,
+    "the offload of a system, which the scorecard plans": 3,
     "ranks whose states, gradients or updates differ, each with a peak of its own": 33,
     "steps of the greediest group, the mean of states that differ by group": 5,
     "passes of a pipe that wait for more than messages, in plans and searches alike": 8,

@@ -214,7 +214,7 @@ def test_a_file_of_systems_comes_first(tmp_path: Path) -> None:
         ({"options": {"products": "flot8"}}, "products must be one of '', 'float32', .*; got 'flot8'"),
         ({"options": {"is_sequence_parallel": "no"}}, "is_sequence_parallel must be of type bool; got 'no'"),
         ({"options": {"cut": "foo"}}, r"cut must be of type Literal\['bytes', 'even', 'compute'\]; got 'foo'"),
-        ({"options": {"offload": "hosst"}}, "options: .*'hosst'"),
+        ({"options": {"offload": "hosst"}}, "options or device: .*'hosst'"),
         ({"options": {"stage": 9}}, "stage must be one of None, 0, 1, 2, 3; got 9"),
         ({"options": {"stage": "1"}}, r"stage must be of type int \| None; got '1'"),
         ({"options": {"precision": "bf17"}}, "precision must be one of '', 'fp32'.*; got 'bf17'"),
@@ -226,7 +226,7 @@ def test_a_file_of_systems_comes_first(tmp_path: Path) -> None:
         ({"options": {"kernels": {"fused_gate": "no"}}}, "kernels: fused_gate must be of type bool; got 'no'"),
         ({"columns": {"foo": "1"}}, "columns are source, model, .*; got foo"),
         ({"columns": {"micro_batch": 4}}, "columns must be of type"),
-        ({"device": {"foo": 1}}, "device: .*'foo'"),
+        ({"device": {"foo": 1}}, "options or device: .*'foo'"),
         ({"device": {"memory_bytes": "80"}}, "device must be of type"),
     ],
 )

@@ -12,7 +12,6 @@ from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, Final, final
 
-from zeroshard.describe.offload import offload_of
 from zeroshard.evidence.sources import Source, assumed, known_sources, version_of
 from zeroshard.plan.job import Options, check_options, check_shape
 from zeroshard.plan.machine.hardware import Device
@@ -192,7 +191,7 @@ def run_of(row: Mapping[str, str], sources: Sequence[Source] = ()) -> Run:
     if (stage := re.fullmatch(r"([0-3]?)(\.0)?(-hsdp)?", row["zero_stage"])) is None:
         raise NotPlannedError(f"zero_stage {row['zero_stage']!r} is none of 0, 1, 2, 3 and 3-hsdp")
     asked = int(stage[1]) if stage[1] else system.stage or 0
-    offload = offload_of(system.offload or None)
+    offload = system.moved()
     residency = row_of_stage(asked if data > 1 or offload else 0)  # one rank, too, copies units that are offloaded
     options = Options(
         world_size=data * tensor * pipe,

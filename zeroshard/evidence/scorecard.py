@@ -317,8 +317,8 @@ def scorecard(path: str | Path, sources: Sequence[Source] = ()) -> Scorecard:
 
     Args:
         path: a CSV with the columns source, model, layers, hidden, heads, vocab, seq, gpu, n_gpus, dp, tp, pp,
-            zero_stage, micro_batch, global_batch, recompute, measured_metric, value, unit. Cells may be empty: dp follows
-            from n_gpus. Where there is a column params_b, sizes are compared with it.
+            zero_stage, micro_batch, global_batch, recompute, measured_metric, value, unit. Cells may be empty: dp is
+            then that of n_gpus. Where there is a column params_b, sizes are compared with it.
         sources: systems of sources, before those that the package knows.
 
     Returns:

@@ -14,7 +14,6 @@ from pathlib import Path
 from types import MappingProxyType, UnionType
 from typing import Any, Final, Literal, final, get_args, get_origin, get_type_hints
 
-from zeroshard.describe.offload import offload_of
 from zeroshard.plan.machine.presets import device_named
 from zeroshard.plan.named import PRECISIONS
 from zeroshard.plan.shape.transformer import Kernels
@@ -101,10 +100,6 @@ def _fitting(where: str, kind: type, given: Mapping[str, Any]) -> dict[str, Any]
             raise ValueError(f"{where}: {name} must be one of {', '.join(map(repr, CHOICES[name]))}; got {value!r}.")
         if numbers and min(numbers) < LEAST.get(name, 0):
             raise ValueError(f"{where}: {name} must be at least {LEAST.get(name, 0)}; got {value!r}.")
-    try:
-        offload_of(found.get("offload") or None)
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}") from error
     return found
 
 
@@ -175,9 +170,10 @@ def read_sources(path: str | Path) -> Sequence[Source]:
         _fitting(f"{one.source}: fields", Source, vars(one))
         if unknown := ", ".join(one.columns.keys() - {*COLUMNS}):
             raise ValueError(f"{one.source}: columns are {', '.join(COLUMNS)}; got {unknown}.")
+        system = one.made()
         try:
-            dataclasses.replace(device_named("h100-80"), **one.device)
+            dataclasses.replace(device_named("h100-80"), **dict[str, Any](one.device))
+            system.moved()
         except (TypeError, ValueError) as error:
-            raise ValueError(f"{one.source}: device: {error}") from error
-        one.made()
+            raise ValueError(f"{one.source}: options or device: {error}") from error
     return found

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Final, Literal, final
 
+from zeroshard.describe.offload import Offload, offload_of
 from zeroshard.plan.machine.hardware import Device
 from zeroshard.plan.shape.transformer import Kernels
 
@@ -110,6 +111,14 @@ class System:
             sizes: bytes of each parameter; small ones stay whole on each rank, where each is exchanged alone.
         """
         return [one for one in sizes if one >= LEAST_MATRIX_BYTES] if self.piece_s else [nbytes]
+
+    def moved(self) -> Offload | None:
+        """Return the offload that it has by itself.
+
+        Raises:
+            ValueError: `offload` cannot be read.
+        """
+        return offload_of(self.offload or None)
 
     def queue_s(self, device: Device) -> tuple[float, float]:
         """Return the seconds of the host for a kernel, and for a collective."""
