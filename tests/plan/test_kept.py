@@ -110,3 +110,41 @@ def test_states_of_another_dtype_have_its_size(dtype: torch.dtype, cost: Cost) -
     assert kept_by(Wide([nn.Parameter(torch.ones(4))], dtype)).costs == {0: cost}
     assert cost.saved_bytes(4) == dtype.itemsize
     assert Cost(0, 4, 2, 8, 256).saved_bytes(4) == 8  # what lies packed is a number each
+
+
+CAPTURABLE = [torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam, torch.optim.RMSprop]
+
+
+@pytest.mark.parametrize("kind", CAPTURABLE, ids=lambda kind: kind.__name__)
+def test_capturable_optimizers_keep_what_others_do(kind: Any) -> None:
+    parameters = [nn.Parameter(torch.ones(4))]
+    kept, plain = (kept_by(kind(parameters, capturable=is_so)) for is_so in (True, False))
+    assert (kept.failure, kept.costs) == ("", plain.costs)
+    assert plain.costs[0].per_element
+
+
+def test_a_plan_of_a_capturable_optimizer_has_the_states_of_the_other() -> None:
+    def states(**options: Any) -> int:
+        model = two_layers()
+        optimizer = torch.optim.AdamW(model.parameters(), **options)
+        plan = zs.plan(model, world_size=2, stage=2, device="h100-80", optimizer=optimizer, inputs=[torch.ones(2, 16)])
+        return plan.resident_bytes["states"]
+
+    assert states(capturable=True) == states() > 0
+
+
+def test_a_trial_that_fails_says_with_what() -> None:
+    class Needy(Wide):
+        def step(self, closure: Any = None) -> None:
+            raise ArithmeticError("no number is right")
+
+    model = two_layers()
+    with pytest.raises(ValueError, match=r"Needy cannot be determined: .* ArithmeticError: no number is right\. Give"):
+        zs.plan(
+            model, world_size=2, stage=0, device="h100-80", optimizer=Needy(model.parameters()), inputs=[torch.ones(2, 16)]
+        )  # fmt: skip
+
+
+def test_a_step_of_a_capturable_optimizer_takes_what_its_lists_take() -> None:
+    optimizer = torch.optim.NAdam([nn.Parameter(torch.ones(4))], capturable=True)
+    assert passing_of(optimizer, States(0, 0), is_cpu=False) == Passing(total=1)

@@ -49,22 +49,26 @@ TRIED_NUMEL = 13
 
 
 def options_of(optimizer: torch.optim.Optimizer, group: Options) -> dict[str, Any]:
-    """Return the options of a group for a trial; the learning rate, in which groups often differ, is the default's."""
+    """Return the options of a group for a trial or a trace without a device, where torch refuses `capturable=True`.
+
+    The learning rate, in which groups often differ, is the default's.
+    """
     options = {key: value for key, value in group.items() if key not in NOT_OPTIONS}
+    options |= {key: False for key in options if key == "capturable"}
     if isinstance(rate := optimizer.defaults.get("lr"), (float, Tensor)):
         options["lr"] = rate if rate != 0 else 1e-3
     return options
 
 
-def _tried(optimizer: torch.optim.Optimizer, options: Options, sizes: Sequence[int]) -> Tried | None:
-    """Return a new optimizer after a step on a parameter, and the parameter's states."""
+def _tried(optimizer: torch.optim.Optimizer, options: Options, sizes: Sequence[int]) -> Tried | str:
+    """Return a new optimizer after a step on a parameter, and the parameter's states, or what it failed with."""
     part = torch.nn.Parameter(torch.ones(sizes, dtype=torch.float32, device="cpu"))
     part.grad = torch.ones_like(part)
     try:
         fresh = rebuild(optimizer, [{**copy.deepcopy(dict(options)), "params": [part]}])
         fresh.step()
-    except Exception:  # a failed prediction must not fail the run: the caller reports that it has none
-        return None
+    except Exception as error:  # a failed prediction must not fail the run: the caller reports that it has none
+        return f"{type(error).__name__}: {error}"
     return fresh, fresh.state[part]
 
 
@@ -131,12 +135,14 @@ class Kept:
         costs: of slices, by index of group; not of a group whose trial failed.
         shapes: of the states of what it updates whole, by index of group and by number of dimensions.
         states: of vectors of `TRIED_NUMEL` elements after the trials, of all groups.
+        failure: what the first trial failed with that the size of some states needs; "" if none did.
     """
 
     mark: Whole | None
     costs: Mapping[int, Cost]
     shapes: Mapping[tuple[int, int], tuple[StateShape, ...]]
     states: Mapping[Any, Any]
+    failure: str = ""
 
     @property
     def counters(self) -> frozenset[Any]:
@@ -157,24 +163,29 @@ def kept_by(optimizer: torch.optim.Optimizer, known: Kept | None = None) -> Kept
     Args:
         known: what it kept before its last group was added.
     """
-    whole, done = whole_of(optimizer), dict[tuple[str, tuple[int, ...]], Tried | None]()
-    costs, shapes, states = (known.costs, known.shapes, known.states) if known is not None else ({}, {}, {})
+    whole, done = whole_of(optimizer), dict[tuple[str, tuple[int, ...]], Tried | str]()
+    known, groups = known or Kept(whole, {}, {}, {}), [*enumerate(optimizer.param_groups)][0 if known is None else -1 :]
+    costs, shapes, states, failures = known.costs, known.shapes, known.states, [known.failure]
 
-    def tried(options: Options, sizes: tuple[int, ...]) -> Tried | None:
+    def tried(options: Options, sizes: tuple[int, ...]) -> Tried | str:
         if (key := (repr(sorted(options.items())), sizes)) not in done:
             done[key] = _tried(optimizer, options, sizes)
         return done[key]
 
-    for place, group in [*enumerate(optimizer.param_groups)][0 if known is None else -1 :]:
+    for place, group in groups:
         options = options_of(optimizer, group)
-        if (found := tried(options, (TRIED_NUMEL,))) is not None:
-            costs, states = {**costs, place: _cost_of(*found)}, {**states, **views_of(*found)}
         taken = [p.ndim for p in group["params"] if whole is not None and is_taken(whole, group, p.shape)]
-        for ndim in {ndim for ndim in taken if ndim <= len(PRIMES)}:
-            if (found := tried(options, PRIMES[:ndim])) is not None:
-                tensors = [value for value in found[1].values() if isinstance(value, Tensor)]
-                shapes = {**shapes, (place, ndim): tuple(map(_state_shape, tensors))}
-    return Kept(whole, costs, shapes, states)
+        if not isinstance(found := tried(options, (TRIED_NUMEL,)), str):
+            costs, states = {**costs, place: _cost_of(*found)}, {**states, **views_of(*found)}
+        elif len(taken) < len(group["params"]):
+            failures.append(found)
+        for ndim in sorted({ndim for ndim in taken if ndim <= len(PRIMES)}):
+            if isinstance(found := tried(options, PRIMES[:ndim]), str):
+                failures.append(found)
+                continue
+            tensors = [value for value in found[1].values() if isinstance(value, Tensor)]
+            shapes = {**shapes, (place, ndim): tuple(map(_state_shape, tensors))}
+    return Kept(whole, costs, shapes, states, next(filter(None, failures), ""))
 
 
 def _state_shape(value: Tensor) -> StateShape:

@@ -95,9 +95,10 @@ def updates_for(
     for one in options.optimizers:
         made = updates_of_optimizer(one, entry_of, kept=(kept := kept_by(one)))
         updates.append(replace(made, unused=unused, is_made=bool(one.state)))
-        if len(kept.costs) < len(one.param_groups) and updates[-1].parameters:
+        if kept.failure and updates[-1].buckets:
             raise ValueError(
-                f"optimizer=: the states of {type(one).__name__} cannot be determined by a trial step, because its "
-                "groups do not suffice to build it. Give the name of an optimizer with equal states, such as 'adamw'."
+                f"optimizer=: the states of {type(one).__name__} cannot be determined: a trial on small "
+                f"parameters failed with {kept.failure}. Give the name of an optimizer with equal states, such as "
+                "'adamw'."
             )
     return updates
