@@ -44,6 +44,18 @@ class Wide(torch.optim.Optimizer):
                 parameter.sub_(0.1 * state["sum"].to(parameter.dtype))
 
 
+class Lazy(Wide):
+    """Makes a second state in its eighth step, and draws numbers."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        for parameter, state in self.state.items():
+            state["steps"] = state.get("steps", 0) + 1
+            if state["steps"] == 8:
+                state["slow"] = torch.rand_like(parameter)
+
+
 MADE: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "momentum of a group": lambda model: torch.optim.SGD(groups(model, momentum=0.9), lr=0.1),
     "no momentum of a group": lambda model: torch.optim.SGD(groups(model, momentum=0.0), lr=0.1, momentum=0.9),
@@ -138,13 +150,20 @@ def test_a_trial_that_fails_says_with_what() -> None:
         def step(self, closure: Any = None) -> None:
             raise ArithmeticError("no number is right")
 
-    model = two_layers()
+    model, inputs = two_layers(), [torch.ones(2, 16)]
+    optimizer = Needy(model.parameters())
     with pytest.raises(ValueError, match=r"Needy cannot be determined: .* ArithmeticError: no number is right\. Give"):
-        zs.plan(
-            model, world_size=2, stage=0, device="h100-80", optimizer=Needy(model.parameters()), inputs=[torch.ones(2, 16)]
-        )  # fmt: skip
+        zs.plan(model, world_size=2, stage=0, device="h100-80", optimizer=optimizer, inputs=inputs)
 
 
 def test_a_step_of_a_capturable_optimizer_takes_what_its_lists_take() -> None:
     optimizer = torch.optim.NAdam([nn.Parameter(torch.ones(4))], capturable=True)
     assert passing_of(optimizer, States(0, 0), is_cpu=False) == Passing(total=1)
+
+
+def test_states_that_a_later_step_makes_count_and_no_numbers_are_drawn() -> None:
+    before = torch.random.get_rng_state()
+    assert kept_by(Lazy([nn.Parameter(torch.ones(4))])).costs == {0: Cost(1, 0, 8)}
+    matrix = zs.optim.whole_matrix(Lazy([nn.Parameter(torch.ones(4, 4))]))
+    assert len(kept_by(matrix).shapes[0, 2]) == 2
+    assert torch.equal(torch.random.get_rng_state(), before)

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from zeroshard.optim.keeps import is_taken, options_of, rebuild
+from zeroshard.optim.keeps import SCALES, is_taken, options_of, rebuild
 from zeroshard.optim.packed import PackingOptimizer
 from zeroshard.optim.pieces import Resident, update_in_pieces
 from zeroshard.optim.sums import SummingOptimizer
@@ -34,8 +34,6 @@ SLICED = frozenset(["AdamW8bit", "Lamb", "Lion"])
 STEPS = 3
 SIZES = ((6, 4, 2, 2), (3, 5, 2, 3))
 """The shapes of parameters in a trial of whole parameters are the first dimensions of these."""
-SCALES = (1.0, 0.7, 2.0, 0.3, 1.0, 1.5, 0.5) * 2 + (10.0, 0.1)
-"""The sizes of gradients, one for each step of a trial of slices: optimizers with norms, sums or warm-ups show."""
 TRIALS = (
     (((24,), (0, 16, 16, 24)), ((160,), (0, 64, 64, 160))),
     (((6, 4), (0, 16, 16, 24)), ((160, 136), (0, 1024, 1024, 2048))),

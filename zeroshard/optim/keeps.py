@@ -1,4 +1,4 @@
-"""The states of an optimizer, determined by a step of a new instance of its class on small parameters.
+"""The states of an optimizer, determined by steps of a new instance of its class on small parameters.
 
 Owns these trials, one for each group with other options. It must not know shards: `updates.py` has the sizes of a
 rank's slices.
@@ -19,6 +19,7 @@ from zeroshard.table.bytes import Cost
 
 __all__ = [
     "Kept",
+    "SCALES",
     "StateShape",
     "TRIED_NUMEL",
     "is_taken",
@@ -44,6 +45,8 @@ def is_taken(whole: Whole, group: Options, shape: Sequence[int]) -> bool:
 
 COUNTERS = frozenset({"step", "mu_product", "mu", "eta"})
 """States of torch's optimizers that are one number for all elements, for optimizers that no trial step knows."""
+SCALES = (1.0, 0.7, 2.0, 0.3, 1.0, 1.5, 0.5) * 2 + (10.0, 0.1)
+"""The sizes of gradients, one for each step of a trial: norms, sums, warm-ups and states made later show."""
 TRIED_NUMEL = 13
 """Elements of a parameter in a trial step: states of another number of elements do not grow with the parameter."""
 
@@ -60,13 +63,16 @@ def options_of(optimizer: torch.optim.Optimizer, group: Options) -> dict[str, An
     return options
 
 
+@torch.random.fork_rng(devices=[])  # user code draws the same numbers as without trials
 def _tried(optimizer: torch.optim.Optimizer, options: Options, sizes: Sequence[int]) -> Tried | str:
-    """Return a new optimizer after a step on a parameter, and the parameter's states, or what it failed with."""
+    """Return a new optimizer after steps on a parameter, and the parameter's states, or what it failed with."""
     part = torch.nn.Parameter(torch.ones(sizes, dtype=torch.float32, device="cpu"))
-    part.grad = torch.ones_like(part)
+    places = torch.arange(1.0, part.numel() + 1, dtype=torch.float32, device="cpu").view_as(part)
     try:
         fresh = rebuild(optimizer, [{**copy.deepcopy(dict(options)), "params": [part]}])
-        fresh.step()
+        for step, scale in enumerate(SCALES):
+            part.grad = torch.sin(places * (step + 1)) * scale
+            fresh.step()
     except Exception as error:  # a failed prediction must not fail the run: the caller reports that it has none
         return f"{type(error).__name__}: {error}"
     return fresh, fresh.state[part]
