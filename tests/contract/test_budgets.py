@@ -40,6 +40,7 @@ PLANNED = {
     "steps of the greediest group, the mean of states that differ by group": 5,
     "passes of a pipe that wait for more than messages, in plans and searches alike": 8,
     "devices that cannot be are refused by name": 11,
+    "steps of the greediest group, the mean of states that differ by group": 7,
 }
 """Lines of plans that silent faults and slow searches have added since the budgets were set."""
 SHOWN = {
@@ -52,7 +53,7 @@ ADMITTED = {
     "wrappers without hooks": 6,
     "trials with the options of groups, each slice in an optimizer of its own, in other entries": 48,
     "which states are of elements and which are counters": 26,
-    "states by the options of groups": 13,
+    "states by the options of groups, of other dtypes and of later steps, why a trial failed": 17,
 }
 """Lines of optimizers that silent faults of admission have added since the budgets were set."""
 BUDGETS = {
@@ -129,6 +130,7 @@ ADDED = {
     "plain attributes that are views of parameters are refused by name": 28,
     "groups of pairs of a name and a parameter, and groups that cannot be added": 20,
     "an error that says why a context of torch does not help": 9,
+    "states of each slice by the options of its group": 34,
 }
 """Lines of the engine that features have added since the budgets were set."""
 MOVED = {

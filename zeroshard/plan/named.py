@@ -226,8 +226,7 @@ def _kernel_bytes(updates: Updates, passing: Passing, *, is_cpu: bool) -> int:
 def _checked_bytes(updates: Sequence[Updates]) -> int:
     """Return the bytes of small gradients that are copied together to check that they are finite, on a CPU."""
     found = 0
-    buckets = {bucket.number: bucket for one in updates for bucket, *_ in one.trained.parameters}
-    buckets |= {owned.bucket.number: owned.bucket for one in updates for owned in one.trained.whole}
+    buckets = {entry.bucket.number: entry.bucket for one in updates for entry in one.trained.entries}
     for bucket in buckets.values():
         start, stop = bucket.states
         numels = bucket.layout.numels if bucket.lands_on_sums else [stop - start]

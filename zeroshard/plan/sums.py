@@ -88,8 +88,9 @@ def states_by_rank(updates: Sequence[Updates], ranks: int) -> Sequence[int]:
     if len(updates) == 1 and not updates[0].unused and not updates[0].whole:
         return found  # slices differ by padding
     for one in updates:
-        for bucket, index, cost in one.trained.parameters:
-            each = cost.each_bytes(itemsize(bucket.formats.state))
+        for entry in one.trained.parameters:
+            bucket, index = entry.bucket, entry.index
+            each = entry.cost.each_bytes(itemsize(bucket.formats.state))
             for rank in () if bucket.updates_all else bucket.layout.shards_of(index):
                 start, stop = bucket.layout.overlap(index, *bucket.layout.shard_range(rank))
                 found[rank] += (stop - start) * each
@@ -125,9 +126,9 @@ def save_bytes_of(job: Job) -> int:
     for one in job.updates:
         for owned in one.trained.whole:
             by_rank[owned.owner] += owned.state_bytes * (owned.bucket.number in buckets)
-        for bucket, index, cost in one.trained.parameters:
-            if bucket.number in buckets:
-                each[bucket.number, index] += cost.saved_bytes(itemsize(bucket.formats.state))
+        for entry in one.trained.parameters:
+            if (number := entry.bucket.number) in buckets:
+                each[number, entry.index] += entry.cost.saved_bytes(itemsize(entry.bucket.formats.state))
     # Blocks are alike, and there may be a thousand ranks.
     alike = Counter((b.layout, tuple(each[b.number, at] for at in range(len(b.names)))) for b in buckets.values())
     for (layout, sizes), count in alike.items():

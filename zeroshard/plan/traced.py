@@ -22,6 +22,7 @@ from zeroshard.describe.selection import check_activations
 from zeroshard.describe.specs import describe_units
 from zeroshard.describe.split import local_numel
 from zeroshard.describe.units import UnitPlan, plan_units
+from zeroshard.optim.keeps import kept_by
 from zeroshard.parallel.chunked import Learned
 from zeroshard.parallel.cut import Cut, cut_model, own_bytes
 from zeroshard.plan import sums
@@ -169,11 +170,11 @@ def trace_job(
     }
     # A parameter without a gradient has no states.
     landed = frozenset(one.parameter for trace in traces for one in trace.marks if isinstance(one, Landed))
-    taken = passing_for(options)
+    taken, kept = passing_for(options), [kept_by(one) for one in options.optimizers]
 
     def job_at(rank: int, moved: Options) -> Job:
         specs = _specs(plans, moved, precision, rank)
-        updates = updates_for(specs, moved, homes, landed)
+        updates = updates_for(specs, moved, homes, landed, kept)
         passing = passing_bytes_of(updates, taken, is_cpu=is_cpu, is_fused=moved.is_fused)
         return Job(
             specs,

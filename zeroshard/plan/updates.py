@@ -14,7 +14,7 @@ from torch import nn
 from zeroshard.describe.ignored import ignored_of
 from zeroshard.describe.optimizers import check_entries, optimizers_of
 from zeroshard.optim import Adafactor, Muon, muon_groups
-from zeroshard.optim.keeps import kept_by
+from zeroshard.optim.keeps import Kept
 from zeroshard.optim.packed import PackingOptimizer
 from zeroshard.optim.updates import Entry, updates_of_optimizer
 from zeroshard.plan.job import Options
@@ -71,16 +71,17 @@ def passing_for(options: Options) -> list[Passing]:
 
 
 def updates_for(
-    units: Sequence[UnitSpec], options: Options, names: Mapping[int, str], landed: Collection[str]
+    units: Sequence[UnitSpec], options: Options, names: Mapping[int, str], landed: Collection[str], kept: Sequence[Kept]
 ) -> list[Updates]:
     """Return the states and updates of the optimizers.
 
     Args:
         names: names of the parameters of `options.optimizers`, by identity.
         landed: names of the parameters with gradients.
+        kept: what each of `options.optimizers` keeps.
 
     Raises:
-        ValueError: the states of an optimizer cannot be determined by a trial step.
+        ValueError: the states of an optimizer cannot be determined by a trial.
     """
     places = {name: (b, index) for unit in units for b in unit.buckets for index, name in enumerate(b.names)}
     unused = frozenset((b.number, index) for name, (b, index) in places.items() if name not in landed)
@@ -92,13 +93,13 @@ def updates_for(
         return None if place is None else (*place, tuple(parameter.shape), -1)
 
     updates = list[Updates]()
-    for one in options.optimizers:
-        made = updates_of_optimizer(one, entry_of, kept=(kept := kept_by(one)))
+    for one, its in zip(options.optimizers, kept, strict=True):
+        made = updates_of_optimizer(one, entry_of, kept=its)
         updates.append(replace(made, unused=unused, is_made=bool(one.state)))
-        if kept.failure and updates[-1].buckets:
+        if its.failure and updates[-1].buckets:
             raise ValueError(
                 f"optimizer=: the states of {type(one).__name__} cannot be determined: a trial on small "
-                f"parameters failed with {kept.failure}. Give the name of an optimizer with equal states, such as "
+                f"parameters failed with {its.failure}. Give the name of an optimizer with equal states, such as "
                 "'adamw'."
             )
     return updates

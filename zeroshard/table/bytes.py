@@ -65,12 +65,23 @@ class Cost(NamedTuple):
 
 
 @final
-class Sliced(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Sliced:
     """A parameter of which each rank updates its slice: a bucket, the index there, and what is kept of the slice."""
 
     bucket: BucketSpec
     index: int
     cost: Cost
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether this rank has states of the parameter: each rank has its slice's."""
+        return True
+
+    @property
+    def counter_bytes(self) -> int:
+        """Bytes of the slice's counters."""
+        return self.cost.counter_bytes
 
     @property
     def numel(self) -> int:
@@ -149,19 +160,25 @@ class Updates:
             return bucket.is_reduced and (bucket.number, index) not in self.unused
 
         whole = [one for one in self.whole if is_used(one.bucket, one.index)]
-        return replace(self, parameters=[one for one in self.parameters if is_used(*one[:2])], whole=whole)
+        return replace(self, parameters=[one for one in self.parameters if is_used(one.bucket, one.index)], whole=whole)
+
+    @property
+    def entries(self) -> "Sequence[Sliced | Owned]":
+        """What is updated, in slices or whole."""
+        return [*self.parameters, *self.whole]
 
     @cached_property
     def buckets(self) -> frozenset[int]:
         """The numbers of the buckets with entries in the optimizer, those of frozen parameters included."""
-        return frozenset(b.number for b in (one.bucket for one in (*self.parameters, *self.whole)))
+        return frozenset(one.bucket.number for one in self.entries)
 
     @cached_property
     def kept(self) -> Mapping[int, int]:
         """The most state values per element of a slice, by the bucket's number."""
         found = dict[int, int]()
-        for bucket, _, cost in self.parameters:
-            found[bucket.number] = max(found.get(bucket.number, 0), cost.per_element)
+        for one in self.parameters:
+            number = one.bucket.number
+            found[number] = max(found.get(number, 0), one.cost.per_element)
         return found
 
     def numel_bytes(self, *, only_wide: bool = False, is_apart: bool = False) -> int:
@@ -176,12 +193,14 @@ class Updates:
 
     def state_bytes(self, *, is_apart: bool = False) -> int:
         """Return the bytes of all states, without counters, that this rank updates on its device or in other memory."""
-        kept = (*self.parameters, *(one for one in self.whole if one.is_kept))
-        return sum(one.state_bytes for one in kept if one.bucket.row.states.is_on_device is not is_apart)
+        here = (one for one in self.entries if one.bucket.row.states.is_on_device is not is_apart)
+        return sum(one.state_bytes for one in here if one.is_kept)
 
     def _slices(self, *, is_apart: bool, has_whole: bool = False) -> Iterator[tuple[BucketSpec, int]]:
         """Yield the bucket of each parameter, and the number of elements of this rank's slice."""
-        for one in (*self.parameters, *self.whole) if has_whole else self.parameters:
+        for one in self.entries:
+            if isinstance(one, Owned) and not has_whole:
+                continue
             if one.bucket.row.states.is_on_device is not is_apart:
                 start, stop = one.bucket.layout.overlap(one.index, *one.bucket.states)
                 yield one.bucket, stop - start
@@ -229,11 +248,9 @@ def predict(units: Sequence[UnitSpec], updates: Sequence[Updates], wire: Wire) -
             add_bytes(found, "gradients", bucket.row.gradients, bucket.held_gradient_bytes)
     wide_bytes = max((one.numel_bytes(only_wide=True) for one in updates), default=0)
     for one in updates:
-        sliced, whole = one.trained.parameters, [owned for owned in one.trained.whole if owned.is_kept]
-        for entry in (*sliced, *whole):
+        for entry in (entry for entry in one.trained.entries if entry.is_kept):
             add_bytes(found, "states", entry.bucket.row.states, (entry.state_bytes, 0))
-        found["padding"] += sum(entry.cost.counter_bytes for entry in sliced)
-        found["padding"] += sum(owned.counter_bytes for owned in whole)
+            found["padding"] += entry.counter_bytes
         exchanged.append([owned for owned in one.trained.whole if not owned.bucket.updates_all])
     found["transient"] = _transient_bytes(units, wire, wide_bytes, exchanged)
     return columns_of(found, buckets)

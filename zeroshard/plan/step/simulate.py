@@ -267,8 +267,8 @@ def _states_of_parameters(job: Job) -> Iterator[tuple[str, int, str, int]]:
     """Yield the states of each parameter, as `Account.states` has those of buckets."""
     for one in job.updates:
         for entry in one.trained.parameters:
-            bucket, index, cost = entry
-            yield bucket.names[index], entry.state_bytes, bucket.row.states.memory, cost.counter_bytes
+            bucket, counter_bytes = entry.bucket, entry.counter_bytes
+            yield bucket.names[entry.index], entry.state_bytes, bucket.row.states.memory, counter_bytes
 
 
 def _totals(clock: Clock) -> Counter[tuple[str, str]]:
