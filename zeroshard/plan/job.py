@@ -443,10 +443,7 @@ def _uses(model: Transformer, specs: Sequence[UnitSpec], layers: Collection[int]
     }
     if -1 in layers and embedding is not None:
         yield embedding, "embedding"
-    for layer in layers:
-        if not 0 <= layer < model.layers:
-            continue
-        yield blocks[layer], model.kind_of(layer)
+    yield from ((blocks[layer], model.kind_of(layer)) for layer in layers if 0 <= layer < model.layers)
     head = by_name.get("lm_head", embedding)
     if model.layers in layers and head is not None:
         yield head, "head"

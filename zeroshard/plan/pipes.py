@@ -96,7 +96,7 @@ def _played(schedule: Schedule, places: Sequence[tuple[Job, Film]], options: Opt
     """Return when each action of each place runs, and when the last backward ends.
 
     Args:
-        places: job and film of each place; of the film only how long its passes take counts.
+        places: job and film of each place; of the film, how long passes take and when first forwards end.
     """
     seconds = {kind: [0.0] * schedule.all_chunks for kind in (Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD)}
     tails, most_bytes = list[float](), 0
@@ -106,13 +106,13 @@ def _played(schedule: Schedule, places: Sequence[tuple[Job, Film]], options: Opt
         passes = [action for action in job.pipe.actions if action.kind in seconds]
         numbers = dict(zip(job.pipe.chunks, schedule.chunks_of(place), strict=True))  # a film may be of another place
         for kind, chunk in {(action.kind, action.chunk) for action in passes}:
-            some = [one for action, one in zip(passes, film.phases, strict=False) if action[:2] == (kind, chunk)]
-            took_s, number = [one.stop_s - one.start_s for one in some], numbers[chunk]
+            phases = [one for action, one in zip(passes, film.phases, strict=False) if action[:2] == (kind, chunk)]
+            took_s, number = [one.stop_s - one.start_s for one in phases], numbers[chunk]
             # The first forward waits for what the last update publishes; with the last backward, gradients are reduced.
             alike = {Kind.FORWARD: took_s[1:], Kind.BACKWARD: took_s[:-1]}.get(kind, took_s)
             seconds[kind][number] = median(alike or took_s)
             if kind is Kind.FORWARD:
-                least_s[Action(kind, number, 0)] = some[0].stop_s
+                least_s[Action(kind, number, 0)] = phases[0].stop_s
             elif kind is Kind.BACKWARD:
                 last = Action(kind, number, schedule.micro_batches - 1)
                 longer_s[last] = took_s[-1] - seconds[kind][number]

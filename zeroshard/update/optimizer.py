@@ -171,7 +171,7 @@ class ShardedOptimizer:
             group["params"] = params = [params] if isinstance(params, Tensor) else list(params)
         entries = [entry[1] if isinstance(entry, tuple) else entry for entry in params]
         are_known = not isinstance(params, set) and all(isinstance(entry, Tensor) for entry in entries)
-        groups, count = self.optimizer.param_groups, len(self.optimizer.param_groups)
+        groups, count, kept = self.optimizer.param_groups, len(self.optimizer.param_groups), self.kept
         restore: Callable[[], None] = lambda: None  # noqa: E731
         try:
             if are_known:  # else torch says what is wrong
@@ -182,8 +182,7 @@ class ShardedOptimizer:
             self.kept = kept_by(self.optimizer, kept)
             self._cut(groups[-1])
         except BaseException:
-            self.kept = kept
-            del groups[count:]
+            self.kept, groups[count:] = kept, []
             restore()
             raise
 
