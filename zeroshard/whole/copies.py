@@ -122,8 +122,8 @@ def _copies_of_states(one: ShardedOptimizer, master: Tensor, axes: tuple[str, ..
         return
     state = one.optimizer.state.get(master, {})
     parts = parts_of(one.optimizer, state)
-    for key in sorted(state, key=repr):
-        if key in parts or is_cut(key, value := state[key], master):
+    for key, value in sorted(state.items(), key=lambda one: repr(one[0])):
+        if key in parts or is_cut(key, value, master):
             yield Copy(f"{key} of '{slot.name}'", value, axes)
 
 
