@@ -83,6 +83,8 @@ class Engine(Ending):
         self.scope = Scope.ALL
         """The ranks over which the next backward sums gradients."""
         self.loss_scale: LossScale | None = None
+        self.is_updating = False
+        """Whether the body of an optimizer's step runs, whose functions of gradients are of slices on purpose."""
         self.is_skipping = False
         """Whether the current step is skipped because gradients overflowed: slices then have no gradients."""
         self.has_moved_states = False
@@ -140,7 +142,7 @@ class Engine(Ending):
 
     def begin_update(self, *, is_skipped: bool) -> None:
         """Begin the update of an optimizer's step; slices of a skipped one have no gradients."""
-        self.is_skipping = is_skipped
+        self.is_updating, self.is_skipping = True, is_skipped
 
     def end_update(self) -> bool:
         """End the update, and return whether it was skipped."""

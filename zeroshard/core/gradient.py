@@ -8,7 +8,9 @@ Note: two views of one gradient
     operations of clipping and `zero_grad`; every function outside the lists below raises an error with its name. It is
     never in autograd's own slot, where the next backward would add to it. The optimizer's slice has a `MasterGradient`
     as `.grad`: this rank's elements, on which the update runs as on any tensor. Its norms are global, because clipping
-    by the optimizer's parameters must not be silently local; other reductions to a single number raise an error.
+    by the optimizer's parameters must not be silently local; other reductions to a single number raise an error. Code
+    outside an update gets no plain tensor of it: an alias (`.detach()`, `.data`) is a `MasterGradient`, and all else
+    that is computed from it (`.clone()`, `.abs()`) is `LocalElements`, which refuse norms, too.
 """
 
 import sys
@@ -65,6 +67,10 @@ CONVERSIONS = frozenset("bfloat16 cpu cuda double float half to type".split())
 """Functions that return the tensor itself without a conversion."""
 SELF = CONVERSIONS | {"detach", "detach_", "data", "requires_grad_"}
 """Functions that return the tensor itself or an alias without a conversion."""
+ALIASES = frozenset("contiguous data detach flatten ravel reshape reshape_as view view_as".split())
+"""Functions whose result is this rank's elements of a gradient in the same memory, if its dtype is the gradient's."""
+NUMBERS = frozenset("__bool__ __complex__ __float__ __index__ __int__ item".split())
+"""Functions that return the element of a tensor with one element."""
 
 
 @final
@@ -159,11 +165,38 @@ class MappedGradient(torch.Tensor):
         return f"MappedGradient({self._source!r})"
 
 
-@final
-class MasterGradient(torch.Tensor):
-    """This rank's elements of a gradient, flat; norms are those of the full gradient."""
+class _OfSlice(torch.Tensor):
+    """This rank's elements of a gradient, or what is computed from them."""
 
     _slot: Slot
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        memo[id(self)] = copied = self.clone()
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.as_subclass(Tensor).__reduce_ex__(protocol)
+
+
+@final
+class LocalElements(_OfSlice):
+    """What code outside an update computes from this rank's elements of a gradient: no reduction of it is global."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, kwargs = name_of(func), kwargs or {}
+        source: LocalElements = find((args, kwargs), cls)[0]
+        with NoSubclasses():
+            result = func(*args, **kwargs)
+        if name in NUMBERS:
+            raise _refusal(f"{name} of a function of each element", source)
+        return _local(name, result, args, source)
+
+
+@final
+class MasterGradient(_OfSlice):
+    """This rank's elements of a gradient, flat; norms are those of the full gradient."""
+
     is_sparse = False  # optimizers ask each gradient, and `__torch_function__` takes microseconds to answer
 
     @classmethod
@@ -183,13 +216,34 @@ class MasterGradient(torch.Tensor):
             first._slot.bucket.grads.landing.wait()  # it may have been read before the last backward
         with NoSubclasses():
             copies = [(one, version_of(one)) for one in targets if _is_copy(one)]
-            result = func(*args, **kwargs)
+            result: Any = func(*args, **kwargs)
             for one, version in copies:
                 if version_of(one) != version:
                     part_of(one._slot).copy_(one)
         if is_ours and type(result) is Tensor and not result.ndim and name[:4] != "new_":
             raise _refusal(name, first)
+        if isinstance(result, (Tensor, list, tuple)) and result is not first and not is_list:
+            source = first if is_ours else find((args, kwargs), MasterGradient)[0]
+            if (owner := source._slot.owner()) is None or not owner.is_updating:
+                name = name_of(func)
+                if is_ours and name in ALIASES and isinstance(result, Tensor) and result.dtype == first.dtype:
+                    return master_gradient(result, first._slot)
+                return _local(name, result, args, source)
         return result
+
+
+def _local(name: str, result: Any, args: Sequence[Any], source: "MasterGradient | LocalElements") -> Any:
+    """Mark what a function of this rank's elements has returned; raise if it is a single number, of these elements."""
+    if name == "as_subclass" or name[:4] == "new_" or name[-5:] == "_like":
+        return result  # a plain tensor was asked for, or no value is in it
+    if type(result) is Tensor and not any(result is one for one in args):
+        if not result.ndim:
+            raise _refusal(f"{name} of this rank's elements", source)
+        result = result.as_subclass(LocalElements)
+        result._slot = source._slot
+    elif isinstance(result, (list, tuple)) and any(type(one) is Tensor for one in result):
+        result = type(result)([_local(name, one, find(args, Tensor), source) for one in result])
+    return result
 
 
 def part_of(slot: Slot) -> Tensor:
@@ -367,7 +421,7 @@ def _change(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return args[0]
 
 
-def _refusal(what: str, gradient: "LogicalGradient | MasterGradient") -> RuntimeError:
+def _refusal(what: str, gradient: "LogicalGradient | MasterGradient | LocalElements") -> RuntimeError:
     """Return the error for a function that cannot run on this rank's elements; inside a backward, that is the cause."""
     slot = gradient._slot
     if (owner := slot.owner()) is not None:

@@ -179,7 +179,7 @@ class Guard(ABC):
 
     def blame(self, masters: Sequence[Tensor]) -> str:
         """Return the parameter that caused a negative vote, equal on all ranks. Collective: as `Comm.texts`."""
-        mine = next((slot_of(m).name for m in masters if m.grad is not None and not m.grad.isfinite().all()), "")
+        mine = next((slot_of(m).name for m in masters if not _is_part_finite(m)), "")
         texts = self._comm.across.texts(mine, "the parameter whose gradient is not finite")
         return min((text for text in texts if text), default="?")
 
@@ -407,4 +407,11 @@ def _is_finite(masters: Sequence[Tensor]) -> bool:
     sums += [torch.cat(small).sum()] if small else []
     if not sums or torch.stack(sums).sum().isfinite():
         return True
-    return all(bool(grad.isfinite().all()) for master in masters if (grad := master.grad) is not None)
+    return all(map(_is_part_finite, masters))
+
+
+def _is_part_finite(master: Tensor) -> bool:
+    """Return whether the gradient of this rank's slice is finite, if there is one."""
+    grad = master.grad
+    with NoSubclasses():
+        return grad is None or bool(grad.isfinite().all())

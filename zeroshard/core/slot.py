@@ -31,6 +31,7 @@ class Owner(Protocol):
     comm: Comm
     loss_scale: LossScale | None
     is_skipping: bool
+    is_updating: bool
     unread: Callable[[], None] | None
     copy: slice | list[int]
     """The ranks whose parts form the full gradients."""

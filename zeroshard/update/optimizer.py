@@ -259,7 +259,8 @@ class ShardedOptimizer:
             self._put_back = update_in_pieces(optimizer, self.source.update())
 
     def put_back(self) -> None:
-        """Put the entries back that an update in pieces has taken out of their groups."""
+        """Put the entries back that an update in pieces has taken out of their groups; the step's body has ended."""
+        self._engine.is_updating = False
         self._put_back = self._put_back() if self._put_back is not None else None
 
     def _widen(self) -> None:
