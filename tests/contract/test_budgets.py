@@ -53,6 +53,7 @@ ADMITTED = {
     "trials with the options of groups, each slice in an optimizer of its own, in other entries": 48,
     "which states are of elements and which are counters": 26,
     "states by the options of groups, of other dtypes and of later steps, why a trial failed": 17,
+    "trials of as many dimensions as parameters have, every hook of wrappers": 7,
 }
 """Lines of optimizers that silent faults of admission have added since the budgets were set."""
 BUDGETS = {
@@ -130,6 +131,7 @@ ADDED = {
     "an error that says why a context of torch does not help": 9,
     "states of each slice by the options of its group": 34,
     "what code outside a step computes from gradients of slices": 43,
+    "what code outside a step computes from gradients of slices": 44,
 }
 """Lines of the engine that features have added since the budgets were set."""
 MOVED = {

@@ -46,6 +46,13 @@ class Large(Scaled):
         return 2.0 if p.ndim == 2 and min(p.shape) >= 128 else 1.0
 
 
+class Centred(Scaled):
+    """Subtracts the mean over the inputs of a convolution, and leaves matrices as they are, as Ranger does."""
+
+    def factor(self, p: Tensor, group: dict[str, Any]) -> Any:
+        return 1.0 if p.ndim < 4 else 1 - p.mean(dim=(1, 2, 3), keepdim=True)
+
+
 class Clipped(Scaled):
     """Clips gradients that are large for one step."""
 
@@ -95,6 +102,19 @@ def test_options_of_groups_decide() -> None:
     for lr in (1e-2, 0.0):  # a warm-up may begin with a rate that moves nothing
         with pytest.raises(ValueError, match="Scaled is not element-wise"):
             check(lambda params, lr=lr: Scaled([{"params": [*params], "layerwise": True}], lr=lr), is_cut=True)
+
+
+def test_each_number_of_dimensions_is_tried() -> None:
+    """A convolution's weight was tried as a matrix."""
+    check_optimizers({}, [Centred(nn.Linear(3, 2).parameters())], None, is_cut=True)
+    for kind in (nn.Conv2d, nn.Conv3d):
+        with pytest.raises(ValueError, match="Centred is not"):
+            check_optimizers({}, [Centred(kind(3, 2, 2).parameters())], None, is_cut=True)
+        check_optimizers({}, [Scaled(kind(3, 2, 2).parameters())], None, is_cut=True)
+        check_optimizers({}, [Centred(kind(3, 2, 2).parameters())], None, is_cut=False)
+    check_optimizers(
+        {}, [Scaled([nn.Parameter(torch.ones(())), nn.Parameter(torch.ones((1,) * 7))])], None, is_cut=True
+    )
 
 
 class Split(nn.Parameter):

@@ -37,9 +37,12 @@ SIZES = ((6, 4, 2, 2), (3, 5, 2, 3))
 TRIALS = (
     (((24,), (0, 16, 16, 24)), ((160,), (0, 64, 64, 160))),
     (((6, 4), (0, 16, 16, 24)), ((160, 136), (0, 1024, 1024, 2048))),
+    (((6, 4, 2), (0, 16, 16, 24)), ((160, 136, 2), (0, 1024, 1024, 2048))),
+    (((6, 4, 2, 2), (0, 16, 16, 24)), ((160, 136, 2, 1), (0, 1024, 1024, 2048))),
+    (((6, 4, 2, 2, 2), (0, 16, 16, 24)), ((160, 136, 2, 1, 1), (0, 1024, 1024, 2048))),
 )
-"""Of a vector and of a matrix, a small and a large one, which some optimizers factor, project or block: the shape, and
-the ends of slices, one of them empty; like those of ranks, they begin at multiples of 64 bytes."""
+"""Of one to five dimensions, a small and a large parameter, which some optimizers factor, project or block: the
+shape, and the ends of slices, one of them empty; like those of ranks, they begin at multiples of 64 bytes."""
 PLAIN: Mapping[str, Any] = MappingProxyType({"dtype": torch.float32, "device": "cpu"})
 """Of tensors of trials, whatever torch's defaults are."""
 
@@ -157,7 +160,7 @@ def admit_groups(
     """
     mark = whole_of(optimizer)
     whole = None if mark is SHAPED else mark
-    taken, left = list[tuple[Options, int]](), dict[str, tuple[Options, bool, bool]]()
+    taken, left = list[tuple[Options, int]](), dict[str, tuple[Options, int, bool]]()
     for group in groups:
         options = options_of(optimizer, group)
         cut = is_cut or has_split(map(type, group["params"]))
@@ -165,19 +168,20 @@ def admit_groups(
             if is_whole:
                 taken.append((options, min(ndim, len(SIZES[0]))))
             else:
-                left[repr((sorted(options.items()), ndim > 1, cut))] = options, ndim > 1, cut
+                tried = min(max(ndim, 1), len(TRIALS))
+                left[repr((sorted(options.items()), tried, cut))] = options, tried, cut
     if taken:
         _admit_whole(optimizer, taken)
-    for chosen, is_matrix, cut in left.values():
-        _admit(optimizer, elementwise, chosen, is_matrix=is_matrix, is_cut=cut)
+    for chosen, ndim, cut in left.values():
+        _admit(optimizer, elementwise, chosen, ndim, is_cut=cut)
 
 
 def _admit(
     optimizer: torch.optim.Optimizer,
     elementwise: bool | None,
     options: Options,
+    ndim: int,
     *,
-    is_matrix: bool,
     is_cut: bool,
 ) -> None:
     """Raise unless the optimizer updates the entries that it gets, slices or whole parameters, as its own parameters.
@@ -187,7 +191,7 @@ def _admit(
 
     Args:
         options: of the group.
-        is_matrix: whether the parameter has several dimensions.
+        ndim: the number of dimensions to try, from 1 on.
 
     Raises:
         ValueError: the numbers differ, or the trial failed.
@@ -214,12 +218,11 @@ def _admit(
             f"{', '.join(needed)}, which its groups do not have. {remedy}"
         )
     try:
-        shape = TRIALS[is_matrix][0][0]
+        trials = TRIALS[ndim - 1]
+        shape = trials[0][0]
         reads_groups = torch.equal(_try(optimizer, options, shape), _try(optimizer, options, shape, is_replaced=True))
         # The small one first: some need much time and memory for the large one.
-        is_fine = not (is_cut and reads_groups) or all(
-            _is_sliced(optimizer, options, *one) for one in TRIALS[is_matrix]
-        )
+        is_fine = not (is_cut and reads_groups) or all(_is_sliced(optimizer, options, *one) for one in trials)
     except Exception as error:
         if not is_cut:
             return  # it sees what plain torch gives it; what else it needs is not known here
