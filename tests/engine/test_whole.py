@@ -3,6 +3,7 @@
 import copy
 import os
 import signal
+from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
@@ -816,17 +817,26 @@ def test_others_that_cannot_be_tried_are_refused_by_name_too() -> None:
 
 
 class Outside(Optimizer):
-    """Wraps an optimizer without the constructor of torch's class, as Lookahead of timm does."""
+    """Wraps an optimizer without the constructor of torch's class."""
 
     def __init__(self, base: Optimizer) -> None:
         self.base, self.param_groups, self.defaults, self.state = base, base.param_groups, base.defaults, base.state
 
 
-def test_a_wrapper_without_hooks_is_refused_by_name() -> None:
+class OutsideSteps(Outside):
+    """Has the hooks of steps alone, as Lookahead of timm does."""
+
+    def __init__(self, base: Optimizer) -> None:
+        self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+        super().__init__(base)
+
+
+@pytest.mark.parametrize("cls", [Outside, OutsideSteps])
+def test_a_wrapper_without_hooks_is_refused_by_name(cls: type[Outside]) -> None:
     model = models.build(models.Stack)
-    for stage in (0, 3):
-        with pytest.raises(ValueError, match="Outside wraps an optimizer without the constructor of torch"):
-            zs.shard(model, Outside(torch.optim.AdamW(model.parameters())), stage=stage)
+    for stage, settings in ((0, zs.Settings()), (3, zs.Settings()), (3, zs.Settings(elementwise=True))):
+        with pytest.raises(ValueError, match=f"{cls.__name__} wraps an optimizer without the constructor of torch"):
+            zs.shard(model, cls(torch.optim.AdamW(model.parameters())), stage=stage, settings=settings)
 
 
 def test_an_unmarked_one_is_told_of_the_mark() -> None:

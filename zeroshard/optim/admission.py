@@ -43,6 +43,8 @@ TRIALS = (
 )
 """Of one to five dimensions, a small and a large parameter, which some optimizers factor, project or block: the
 shape, and the ends of slices, one of them empty; like those of ranks, they begin at multiples of 64 bytes."""
+HOOKS = ("step_pre", "step_post", "state_dict_pre", "load_state_dict_pre", "load_state_dict_post")
+"""What `update/` registers."""
 PLAIN: Mapping[str, Any] = MappingProxyType({"dtype": torch.float32, "device": "cpu"})
 """Of tensors of trials, whatever torch's defaults are."""
 
@@ -110,7 +112,8 @@ def _refuse(optimizer: torch.optim.Optimizer) -> None:
     if any(one.__module__.startswith("accelerate.") for one in type(optimizer).__mro__):
         raise ValueError(f"{name} wraps an optimizer: give zeroshard the optimizer before accelerator.prepare().")
     try:
-        optimizer.register_step_pre_hook(lambda *_: None).remove()
+        for kind in HOOKS:
+            getattr(optimizer, f"register_{kind}_hook")(lambda *_: None).remove()
     except AttributeError:
         raise ValueError(
             f"{name} wraps an optimizer without the constructor of torch.optim.Optimizer, so its steps run no hooks. "
