@@ -835,8 +835,30 @@ class OutsideSteps(Outside):
 def test_a_wrapper_without_hooks_is_refused_by_name(cls: type[Outside]) -> None:
     model = models.build(models.Stack)
     for stage, settings in ((0, zs.Settings()), (3, zs.Settings()), (3, zs.Settings(elementwise=True))):
-        with pytest.raises(ValueError, match=f"{cls.__name__} wraps an optimizer without the constructor of torch"):
+        with pytest.raises(ValueError, match=f"{cls.__name__} wraps an optimizer.*if it does.*stage=0"):
             zs.shard(model, cls(torch.optim.AdamW(model.parameters())), stage=stage, settings=settings)
+
+
+def look_ahead() -> None:
+    """Move parameters by hand after each second step, as the error says that wrappers may at stage 0."""
+    plain, model = models.build(models.Stack), models.build(models.Stack)
+    inner, mine = (torch.optim.SGD(one.parameters(), lr=0.1, momentum=0.9) for one in (plain, model))
+    zs.shard(model, mine, stage=0)
+    for one, optimizer in ((plain, inner), (model, mine)):
+        entries = [p for group in optimizer.param_groups for p in group["params"]]
+        slow = [p.data.clone() for p in entries]
+        for step in range(4):
+            one(torch.ones(2, 5)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            for p, q in zip(entries, slow, strict=True) if step % 2 else ():
+                p.data.copy_(q.lerp_(p.data, 0.5))
+    for p, q in zip(plain.parameters(), model.parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
+def test_parameters_may_change_between_steps_at_stage_0() -> None:
+    run_ranks(look_ahead, 2, timeout_s=TIMEOUT_S)
 
 
 def test_an_unmarked_one_is_told_of_the_mark() -> None:
