@@ -8,7 +8,9 @@ import torch.distributed as dist
 from torch import nn
 
 import zeroshard as zs
-from tests.outer.plain import loss_of, mesh_of
+from benchmarks.peaks import measure_peak
+from tests.outer.plain import loss_of, mesh_of, nesterov
+from zeroshard.outer.exchange import is_finite
 from zeroshard.outer.fragments import fragments_of, store_of
 from zeroshard.testing import run_ranks
 from zeroshard.wire.transports import codec_of
@@ -125,3 +127,46 @@ def test_new_anchors_are_the_parameters_and_nothing_is_owed() -> None:
         for part in fragment.parts:
             assert torch.equal(part.of(fragment.anchor.data), part.values())
             assert part.values().any()
+
+
+# -- memory -----------------------------------------------------------------------------------------------------------
+
+
+def sizes_at_the_peak(outer: dict[str, Any]) -> float:
+    """Return the most bytes of a training with exchanges, in sizes of its parameters."""
+
+    def train() -> Any:
+        model = nn.Linear(1000, 1000, bias=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        zero = zs.shard(model, optimizer, mesh=mesh_of(dist.get_world_size()), outer=zs.Outer(every=1, **outer))
+        for _ in range(3):
+            model(torch.ones(1, 1000)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return zero
+
+    return measure_peak(train).peak_bytes / 4e6
+
+
+@pytest.mark.parametrize(
+    ("islands", "outer", "sizes"),
+    [
+        # Parameters, gradients and anchors, then two messages and their mean.
+        (2, {}, 3 + 3),
+        # The momentum and the mean more, and what nesterov's step takes; what rounding lost.
+        (2, {"optimizer": nesterov, "bits": 8}, 3 + 2 + 2),
+        # The sum, and the change that goes into it; the sum and the buffers of its parts.
+        (3, {}, 3 + 2),
+    ],
+)
+def test_an_exchange_drops_what_it_no_longer_needs(islands: int, outer: dict[str, Any], sizes: int) -> None:
+    for found in run_ranks(sizes_at_the_peak, islands, outer, timeout_s=TIMEOUT_S):
+        assert found == pytest.approx(sizes, abs=0.2)
+
+
+def test_a_sum_that_overflows_is_no_value_that_is_not_finite() -> None:
+    values = torch.full((1 << 17,), 3e38)
+    assert is_finite(values)
+    for wrong in (float("inf"), float("nan")):
+        values[-1] = wrong
+        assert not is_finite(values)

@@ -9,7 +9,7 @@ Note: messages
     bits where the transport adds in rank order. A vote goes with the messages: which step, and which exchange.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import final
 
@@ -18,6 +18,7 @@ import torch
 from zeroshard.outer import formula
 from zeroshard.outer.fragments import Fragment
 from zeroshard.table.errors import RankMismatchError
+from zeroshard.table.spec import BLOCK_NUMEL
 from zeroshard.wire.comm import Channel, Comm, Pending, Tag, Vote
 
 __all__ = ["Arrived", "Exchange", "is_finite"]
@@ -46,22 +47,15 @@ class Exchange:
         numbers = [number for one in (step, fragment.number) for number in (one, -one)]
         self._vote: Vote = comm.post(numbers, self.what, Channel.OTHERS)
         tag = Tag(number, fragment.number, self.what)
-        islands, codec = comm.mesh.world_size, fragment.codec
-        change = fragment.change()
-        if islands > 2 and codec.is_summable:
-            self._finish = self._sum(change, tag)
-            return
-        numel = codec.message_numel(fragment.numel)
-        rows = torch.empty(islands, numel, dtype=codec.dtype, device=comm.mesh.device)
-        formula.encoded(change, fragment.lost, codec, rows[comm.mesh.rank])
-        self._finish = self._gather(rows, tag)
+        is_summed = comm.mesh.world_size > 2 and fragment.codec.is_summable
+        self._finish: Callable[[], Tensor] | None = self._sum(tag) if is_summed else self._gather(tag)
 
-    def _sum(self, change: Tensor, tag: Tag) -> Callable[[], Tensor]:
+    def _sum(self, tag: Tag) -> Callable[[], Tensor]:
         comm, numel = self._comm, self.fragment.numel
         islands = comm.mesh.world_size
         # Each island adds up an equal part.
-        full = torch.zeros(-(-numel // islands) * islands, dtype=change.dtype, device=comm.mesh.device)
-        full[:numel] = change
+        full = torch.zeros(-(-numel // islands) * islands, dtype=self.fragment.dtype, device=comm.mesh.device)
+        full[:numel] = self.fragment.change()
         own = full.view(islands, -1)[comm.mesh.rank]
         pending = comm.reduce(full, own, self.fragment.codec, 1.0 / islands, tag)
 
@@ -72,9 +66,12 @@ class Exchange:
 
         return finish
 
-    def _gather(self, rows: Tensor, tag: Tag) -> Callable[[], Tensor]:
+    def _gather(self, tag: Tag) -> Callable[[], Tensor]:
+        fragment, mesh = self.fragment, self._comm.mesh
+        change, numel = fragment.change(), fragment.codec.message_numel(fragment.numel)
+        rows = torch.empty(mesh.world_size, numel, dtype=fragment.codec.dtype, device=mesh.device)
+        formula.encoded(change, fragment.lost, fragment.codec, rows[mesh.rank])
         pending: Pending = self._comm.gather(rows.view(-1), tag)
-        fragment = self.fragment
 
         def finish() -> Tensor:
             pending.wait()
@@ -85,12 +82,12 @@ class Exchange:
         return finish
 
     def mean(self) -> Tensor:
-        """Wait for the messages, and return (numel,): the mean change, equal on all islands.
+        """Wait for the messages, drop them, and return (numel,): the mean change, equal on all islands.
 
         Raises:
             RankMismatchError: islands are at different exchanges.
         """
-        if self._mean is None:
+        if self._finish is not None:
             low = self._vote.read()
             if low[0] != -low[1] or low[2] != -low[3]:
                 texts = self._comm.texts(self.what, "the exchanges of all islands")
@@ -99,7 +96,8 @@ class Exchange:
                     "island must make the same number of steps between exchanges, and all call zero.finish() at the "
                     "same step."
                 )
-            self._mean = self._finish().to(self.fragment.anchor.device)
+            self._mean, self._finish = self._finish().to(self.fragment.anchor.device), None
+        assert self._mean is not None, "the messages are there"
         return self._mean
 
 
@@ -123,6 +121,9 @@ class Arrived:
         return self.result
 
 
-def is_finite(tensors: Sequence[Tensor]) -> bool:
-    """Return whether all elements are finite; reads the device."""
-    return all(bool(torch.isfinite(one).all()) for one in tensors)
+def is_finite(values: Tensor) -> bool:
+    """Return whether all elements of (n,) are finite, by a sum, which takes one pass and no memory; reads the device.
+
+    The sum may overflow: if it is not finite, the elements are checked, some at a time.
+    """
+    return bool(values.sum().isfinite()) or all(bool(block.isfinite().all()) for block in values.split(BLOCK_NUMEL))

@@ -72,14 +72,14 @@ def moved(
     """Move anchors by the mean change of all islands.
 
     Args:
-        means: (n,) for each anchor.
+        means: (n,) for each anchor; an outer optimizer changes them.
         optimizer: the outer optimizer, of these anchors and possibly others, which stay; None adds the mean.
     """
     for anchor, mean in zip(anchors, means, strict=True):
         if optimizer is None:
             anchor.data += mean
         else:
-            anchor.grad = mean.neg()
+            anchor.grad = mean.neg_()
     if optimizer is not None:
         optimizer.step()
         for anchor in anchors:

@@ -136,19 +136,20 @@ class Islands(Apart):
         engine, exchange = self._engine, self.under_way
         assert exchange is not None, "an exchange is under way"
         engine.leave_passes("An exchange between islands")
-        mean, fragment = exchange.mean(), exchange.fragment
-        self.under_way = None
+        mean, fragment, what = exchange.mean(), exchange.fragment, exchange.what
+        self.under_way = exchange = None
         # Counterparts have the same mean, so all islands find the same.
-        if not engine.order.barrier(exchange.what, int(is_finite([mean])))[0]:
+        if not engine.order.barrier(what, int(is_finite(mean)))[0]:
             raise RuntimeError(
-                f"{engine.mesh} In {exchange.what}, the change of an island was not finite, so it was not applied "
+                f"{engine.mesh} In {what}, the change of an island was not finite, so it was not applied "
                 "anywhere. The parameters of an island have diverged: lower its learning rate, or clip its gradients, "
                 "and load a checkpoint."
             )
         engine.order.let_go()
         formula.moved([fragment.anchor], [mean], self.optimizer)
+        del mean
         fragment.mix_in(own)
-        fragment.publish(engine, exchange.what)
+        fragment.publish(engine, what)
         fragment.exchanged_at = -1 if own else self.steps
 
     def finish(self) -> None:

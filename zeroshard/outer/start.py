@@ -64,6 +64,7 @@ class Start:
     def connect(self, comm: Comm) -> None:
         """Take what connects this rank with its counterparts."""
         self._comm = comm
+        comm.pool.keeps = False  # exchanges are rare, and between them buffers would be of no use
 
     def together(self) -> AbstractContextManager[None]:
         """Return a context in which an error of one island is an error of all."""

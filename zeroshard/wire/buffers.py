@@ -29,14 +29,14 @@ class Pool:
     """
 
     def __init__(self, memory: Memory, ledger: Ledger, *, keeps: bool) -> None:
-        self.memory, self._ledger, self._keeps = memory, ledger, keeps
+        self.memory, self._ledger, self.keeps = memory, ledger, keeps
         self._buffers: dict[torch.device, Buffers] = defaultdict(Buffers)
         self._taken: dict[int, Buffer | None] = {}
         """The buffers in use, by the address of the taken part; None for adopted tensors."""
 
     def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return a buffer (numel,) with undefined content."""
-        if not self._keeps:
+        if not self.keeps:
             self.adopt(fresh := torch.empty(numel, dtype=dtype, device=device))
             return fresh
         buffer, gone = self._buffers[device].take(numel, dtype)
