@@ -40,6 +40,7 @@ PLANNED = {
     "passes of a pipe that wait for more than messages, in plans and searches alike": 8,
     "devices that cannot be are refused by name": 11,
     "steps of the greediest group, the mean of states that differ by group": 7,
+    "the step in which an exchange of islands ends, the first step without one": 50,
 }
 """Lines of plans that silent faults and slow searches have added since the budgets were set."""
 SHOWN = {
@@ -99,7 +100,7 @@ ADDED = {
     "replicas=, reprs of units, traces and memory": 25,
     "errors under torchrun: where the file is, and what is a consequence": 22,
     "faults of pipelines: one watchdog, the first value that is not finite, calls inside a step": 15,
-    "local updates over islands, and plans of them": 150,
+    "local updates over islands, and plans of them, with the memory of each moment of an exchange": 187,
     "gradients pin memory of exact sizes, once": 7,
     "backwards and steps inside compiled functions": 7,
     "threads beside a forward, unused parameters in plans": 7,
@@ -130,7 +131,6 @@ ADDED = {
     "groups of pairs of a name and a parameter, and groups that cannot be added": 20,
     "an error that says why a context of torch does not help": 9,
     "states of each slice by the options of its group": 34,
-    "what code outside a step computes from gradients of slices": 43,
     "what code outside a step computes from gradients of slices": 44,
 }
 """Lines of the engine that features have added since the budgets were set."""

@@ -1,14 +1,19 @@
 """Plans of islands: the bytes that a run counts, of memory and over the axis."""
 
+import gc
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.autograd.profiler import record_function
 
 import zeroshard as zs
+from benchmarks.peaks import measure_peak
 from tests.outer.islands import mailbox, secret_in
 from tests.outer.plain import adamw, build, loss_of, mesh_of, nesterov
 from zeroshard.describe.exchanges import Foreseen
@@ -58,6 +63,64 @@ def test_a_plan_has_the_anchors_and_the_bytes_of_a_run(islands: int, outer: dict
             assert held.get(column, 0) == found[0][0].get(column, 0), (stage, column)
         assert plan.outer.sent_bytes == found[0][1], stage
         assert plan.outer.islands == islands
+
+
+def _adam(parameters: Sequence[torch.Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters, lr=0.1)
+
+
+PEAKS: list[tuple[int, int, dict[str, Any]]] = [
+    (2, 1, {"every": 2}),
+    (2, 1, {"every": 1, "optimizer": _adam, "bits": 8}),
+    (2, 3, {"every": 4, "optimizer": nesterov, "delay": 3}),
+    (3, 1, {"every": 2, "optimizer": nesterov}),
+    (3, 2, {"every": 4, "bits": 4, "delay": 1, "fragments": 2}),
+]
+
+
+def _wide() -> nn.Module:
+    """Return a model whose parameters are larger than its activations, with fragments of equal sizes."""
+    return nn.Sequential(*(nn.Linear(300, 300) for _ in range(4)))
+
+
+def _peaks(stage: int, outer: dict[str, Any]) -> list[int]:
+    """Train; return the most bytes of this rank in each step."""
+
+    def train(steps: int = 9) -> Any:
+        model = _wide()
+        optimizer = adamw(model.parameters())
+        zero = zs.shard(model, optimizer, stage=stage, mesh=mesh_of(dist.get_world_size()), outer=zs.Outer(**outer))
+        for step in range(steps):
+            with record_function(f"step {step}"):
+                model(torch.ones(4, 300)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return zero, model, optimizer
+
+    train(2)  # what a process makes once
+    gc.collect()
+    blocks = measure_peak(train).blocks
+    return [max(one.live_bytes for one in blocks if f"step {step}" in one.operations) for step in range(9)]
+
+
+@pytest.mark.parametrize(("islands", "stage", "outer"), PEAKS)
+def test_a_plan_has_the_peaks_of_a_step_with_an_exchange_and_of_the_first(
+    islands: int, stage: int, outer: dict[str, Any]
+) -> None:
+    measured = run_ranks(_peaks, islands, stage, outer)[0]
+    plan = zs.plan(
+        _wide(),
+        world_size=islands,
+        device=host_device(),
+        inputs=[torch.ones(4, 300)],
+        loss=lambda output: output.square().mean(),
+        stage=stage,
+        precision="fp32",
+        mesh=islands,
+        outer=zs.Outer(**outer),
+    )
+    assert plan.allocated_bytes == pytest.approx(max(measured), rel=0.02)
+    assert plan.first.allocated_bytes == pytest.approx(measured[0], rel=0.02)
 
 
 def _measured_alone(stage: int, bits: int, address: str, secret: str) -> dict[str, int]:

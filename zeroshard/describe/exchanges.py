@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import Any, Final, final
 
 from zeroshard.table.sizes import size_text
-from zeroshard.table.spec import BucketSpec, UnitSpec, itemsize, message_of
+from zeroshard.table.spec import BLOCK_NUMEL, BucketSpec, UnitSpec, itemsize, message_of
+from zeroshard.table.wires import Messages
 
 __all__ = ["Foreseen", "WITHOUT", "foresee"]
 
@@ -26,13 +27,18 @@ class Foreseen:
         islands: their number.
         kept_bytes: of anchors, outer states, and what rounding lost.
         memory: where these are.
-        buffer_bytes: on the device, during the exchange of the largest fragment.
+        buffer_bytes: on the device, at most, until the mean of the largest fragment is there; without delay, from the
+            beginning of its exchange on.
         sent_bytes: by the rank in an exchange of all parameters.
         exchange_s: seconds of that exchange.
         every, delay, fragments: as in `zs.Outer`.
         local_s: the part of `exchange_s` in which nothing can be trained.
         staleness: of islands that are launches of their own, as in `zs.Outer`; else 0.
         is_alone: whether this launch is one island.
+        states_bytes: the part of `kept_bytes` that the first exchange of each fragment makes: outer states.
+        begin_bytes: on the device, at most, while the exchange of the largest fragment begins.
+        under_way_bytes: on the device, of its messages, from its beginning to its end.
+        moving_bytes: on the device, at most, while the outer optimizer moves its anchors by the mean.
     """
 
     islands: int = 1
@@ -47,6 +53,17 @@ class Foreseen:
     local_s: float = 0.0
     staleness: int | None = 0
     is_alone: bool = False
+    states_bytes: int = 0
+    begin_bytes: int = 0
+    under_way_bytes: int = 0
+    moving_bytes: int = 0
+
+    @property
+    def at_first(self) -> tuple[int, bool]:
+        """The most that an exchange has on the device in the first step, before anchors move, and whether they do."""
+        distance = self.every // self.fragments
+        ends = distance == 1
+        return self.buffer_bytes if ends else self.begin_bytes * (distance - self.delay == 1), ends
 
     def exposed_s(self, step_s: float) -> float:
         """Return the seconds that a step waits for exchanges, on average, of islands of equal speed.
@@ -111,18 +128,17 @@ WITHOUT: Final = Foreseen()
 """No islands."""
 
 
-def foresee(outer: Any, islands: int, units: Sequence[UnitSpec], device: Any, stride: int) -> Foreseen:
+def foresee(asked: Any, units: Sequence[UnitSpec]) -> Foreseen:
     """Return what a rank keeps and sends for the exchanges of islands.
 
     Args:
-        outer: a `zs.Outer`, checked; None without islands.
+        asked: the options of a plan, with a `zs.Outer` that was checked; None without islands.
         units: as the rank sees them.
-        device: a `zs.Device`.
-        stride: number of ranks of an island.
 
     Raises:
         ValueError: more fragments than units.
     """
+    outer, islands, device, stride = asked.outer, asked.islands, asked.device, asked.shard_ranks * asked.tensor
     if outer is None:
         return WITHOUT
     trained = [[bucket for bucket in unit.buckets if bucket.is_reduced] for unit in units]
@@ -130,7 +146,8 @@ def foresee(outer: Any, islands: int, units: Sequence[UnitSpec], device: Any, st
     if outer.is_alone:
         return _foresee_alone(outer, [bucket for buckets in trained for bucket in buckets], device, stride)
     sizes = [sum(bucket.layout.full_numel for bucket in buckets) for buckets in trained]
-    whole_bytes = sent_bytes = buffer_bytes = 0
+    is_here = device.is_cpu or outer.cell.is_on_device  # where changes, anchors and outer states are
+    whole_bytes = sent_bytes = begin_bytes = under_way_bytes = moving_bytes = buffer_bytes = 0
     for fragment in outer.divided(trained, sizes):
         buckets = [bucket for some in fragment for bucket in some]
         numel = sum(bucket.layout.shard_numel for bucket in buckets)
@@ -139,13 +156,42 @@ def foresee(outer: Any, islands: int, units: Sequence[UnitSpec], device: Any, st
         if is_summed := islands > 2 and outer.codec(dtype) == dtype:  # each adds up a part, and the sums are gathered
             message_bytes = 2 * -(-numel // islands) * itemsize(dtype)
         sent_bytes += (islands - 1) * message_bytes
-        buffer_bytes = max(buffer_bytes, (2 - is_summed) * change_bytes + islands * message_bytes)
+        if is_summed:
+            part, peers = -(-numel // islands), islands - 1
+            rows_bytes, blocks_bytes = islands * part * itemsize(dtype), (0, 0)
+            received = Messages(asked.wire_bytes).piece_numel(part, dtype, peers) * device.is_cpu
+            held_bytes = rows_bytes + peers * received * itemsize(dtype)
+            end_bytes = 0
+        else:
+            rows_bytes = held_bytes = islands * message_bytes
+            blocks_bytes = _blocks_bytes(numel, dtype, islands) if outer.codec(dtype) != dtype else (0, 0)
+            end_bytes = change_bytes + blocks_bytes[1]
+        begin_bytes = max(begin_bytes, held_bytes, rows_bytes + (change_bytes + blocks_bytes[0]) * is_here)
+        under_way_bytes = max(under_way_bytes, held_bytes)
+        buffer_bytes = max(buffer_bytes, held_bytes + end_bytes)
+        # The messages have gone then.
+        moving_bytes = max(moving_bytes, int(change_bytes * (1 + asked.outer_passing)) * is_here)
+    if not outer.delay:
+        buffer_bytes = max(buffer_bytes, begin_bytes)
+    lasting_bytes = whole_bytes * (1 + (outer.codec("float32") != "float32"))  # anchors, and what rounding lost
     kept_bytes, span = whole_bytes * outer.kept_per_element, device.spread(islands, stride)
     # A ring moves what every rank sends; both formulas of a device take the bytes of all its ranks.
     took_s = device.collective_s("gather", sent_bytes * islands / (islands - 1), span)
     took_s += PASSES * whole_bytes / (device.memory_bytes_per_s * device.memory_part)
     kept = kept_bytes, outer.cell.memory
-    return Foreseen(islands, *kept, buffer_bytes, sent_bytes, took_s, outer.every, outer.delay, outer.fragments)
+    return Foreseen(
+        islands, *kept, buffer_bytes, sent_bytes, took_s, outer.every, outer.delay, outer.fragments,
+        states_bytes=kept_bytes - lasting_bytes, begin_bytes=begin_bytes, under_way_bytes=under_way_bytes,
+        moving_bytes=moving_bytes,
+    )  # fmt: skip
+
+
+def _blocks_bytes(numel: int, dtype: str, islands: int) -> tuple[int, int]:
+    """Return what the encoding of a change and the sum of messages hold at most, as `wire/codec.py` has blocks."""
+    block_bytes = min(numel, BLOCK_NUMEL) * itemsize(dtype)
+    # A loop holds the values of the block before while it makes the next ones.
+    before = numel > BLOCK_NUMEL
+    return (2 + before) * block_bytes, (islands + 1 + before * islands) * block_bytes
 
 
 def _change_of(outer: Any, buckets: Sequence[BucketSpec], numel: int) -> tuple[str, int, int]:

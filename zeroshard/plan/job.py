@@ -83,6 +83,7 @@ class Options:
         wire_bytes: maximum bytes of the buffers of one exchange, as in `zs.Settings(wire_bytes=)`.
         replicas: number of replicas of the sharded state.
         islands, outer: number of islands, and the `zs.Outer` that says how they exchange.
+        outer_passing: numbers for each element that a step of its optimizer has beside its states.
         tensor: number of ranks of tensor parallelism.
         is_sequence_parallel: whether the other operations are split by tokens over these ranks.
         optimizer: a name in `OPTIMIZERS`, or the class names of `optimizers`, joined by "+".
@@ -110,6 +111,7 @@ class Options:
     replicas: int = 1
     islands: int = 1
     outer: Any = None
+    outer_passing: float = 0.0
     tensor: int = 1
     is_sequence_parallel: bool = False
     optimizer: str = "adamw"
@@ -160,7 +162,7 @@ class Options:
 
     def foreseen(self, units: Sequence[UnitSpec]) -> Foreseen:
         """Return the exchanges of a rank with these units."""
-        return foresee(self.outer, self.islands, units, self.device, self.shard_ranks * self.tensor)
+        return foresee(self, units)
 
     @property
     def spans(self) -> Mapping[str, Span]:

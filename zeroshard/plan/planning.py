@@ -30,7 +30,7 @@ from zeroshard.plan.offloading import automatic_offload
 from zeroshard.plan.pipes import block_seconds, jobs_of_places, joined, timed
 from zeroshard.plan.result import Plan, RankClass
 from zeroshard.plan.shape.shapes import Transformer, shape_of
-from zeroshard.plan.step.film import Film, calls_of
+from zeroshard.plan.step.film import Film, calls_of, made_between
 from zeroshard.plan.step.rank_job import Job
 from zeroshard.plan.step.simulate import make_films, resident_bytes
 from zeroshard.plan.step.system import System
@@ -153,8 +153,8 @@ def make_plan(
         schedule, chunks, reduce, recompute: as in `zs.pipeline`.
         cut: for modules, as in `zs.pipeline`; or "time": of the cuts that balance time, bytes, or half of each, the
             fastest that fits; `Plan.cut` has the names.
-        outer: as in `zs.shard`: the replicas of `mesh` are islands. The plan is of steps between exchanges; see
-            `Plan.outer` for these.
+        outer: as in `zs.shard`: the replicas of `mesh` are islands. Peaks are of a step in which an exchange ends,
+            traffic and times of the film of steps between exchanges; see `Plan.outer` for these.
         system: the program that trains: a name in `zeroshard.plan.systems.SYSTEMS`, such as "fsdp2" or "deepspeed-3",
             or a `System`. Its stage and precision are those of the plan unless these are given. For a module, its
             kernels are the module's own.
@@ -222,6 +222,7 @@ def make_plan(
         fused=fused, elementwise=elementwise, shared_memory=shared_memory, zeros=zeros, wire_bytes=wire_bytes,
         no_sync=reduce != "each" if places > 1 else no_sync or system.no_sync,
         pipe=places, schedule=schedule, recompute=recompute, islands=islands, outer=outer,
+        outer_passing=sums.passing_of_outer(outer, is_cpu=preset.is_cpu),
     )  # fmt: skip
     check_options(options)
     if shape is None:
@@ -526,7 +527,7 @@ def _steps(first: Film, film: Film, options: Options, steady: int = 2) -> Iterat
     probes = [f"probe {number}" for number in range(options.system.probed_bytes >> 30)]
     taken = [*(Call(one, 1 << 30) for one in probes), *(Call(one, 0, action=Action.FREE) for one in probes)]
     emptied = [Call(one, 0, action=Action.EMPTY) for one in probes[:1]]
-    yield chain(taken, calls_of(first.before), emptied, calls_of(first.events))
+    yield chain(taken, calls_of(first.before), emptied, calls_of(first.events), made_between(first, film))
     # States were made in the first step; what a later step makes has numbers of its own.
     shift = 1 + max((one.storage for one in (*film.before, *film.events)), default=0)
     made = {one.storage for one in film.before}

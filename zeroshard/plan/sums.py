@@ -7,10 +7,11 @@ import dataclasses
 from collections import Counter
 from collections.abc import Sequence
 from operator import mul
-from typing import Final
+from typing import Any, Final
 
 from zeroshard.describe.axes import check_count
 from zeroshard.plan.job import Options, Treatment, load_of, outside_bytes_of, parts_of, treatment_of
+from zeroshard.plan.named import States
 from zeroshard.plan.result import wide_bytes
 from zeroshard.plan.shape.shapes import Transformer
 from zeroshard.plan.step.film import Film
@@ -31,6 +32,7 @@ __all__ = [
     "notes_of",
     "notes_of_run",
     "output_bytes_of",
+    "passing_of_outer",
     "save_bytes_of",
     "states_by_rank",
 ]
@@ -188,3 +190,13 @@ def notes_of_run(options: Options, dtype: str, reserved_bytes: int, output_bytes
             f"{size_text(output_bytes)} more, for which there is no room: `del out` after the loss."
         )
     return found
+
+
+def passing_of_outer(outer: Any, *, is_cpu: bool) -> float:
+    """Return the numbers for each element that a step of the outer optimizer has beside its states."""
+    if outer is None or (optimizer := outer.trial()) is None:
+        return 0.0
+    from zeroshard.plan.trace.passing import passing_of  # torch is needed for modules and outer optimizers only
+
+    passing = passing_of(optimizer, States(0, 0), is_cpu=is_cpu)
+    return passing.total + passing.own  # it updates one parameter, a fragment

@@ -15,9 +15,23 @@ from typing import Final, NamedTuple, final
 
 from zeroshard.plan.machine import rules
 
-__all__ = ["COLUMNS", "Event", "Film", "LaneSpan", "Phase", "Tick", "bytes_by_column", "bytes_elsewhere", "calls_of"]
+__all__ = [
+    "COLUMNS",
+    "OUTER_STATES",
+    "Event",
+    "Film",
+    "LaneSpan",
+    "Phase",
+    "Tick",
+    "bytes_by_column",
+    "bytes_elsewhere",
+    "calls_of",
+    "made_between",
+]
 
 COLUMNS: Final = ("parameters", "gradients", "states", "padding", "activations", "transient")
+OUTER_STATES: Final = "states of anchors"
+"""What the first exchange of each fragment makes, after the first step or in it."""
 
 
 ALLOC, FREE = rules.Action.ALLOC, rules.Action.FREE
@@ -199,6 +213,13 @@ def calls_of(events: Iterable[Event], *, shift: int = 0, but: Collection[int] = 
     for event in events:
         if event.storage not in but:
             yield rules.Event(event.storage + shift, max(0, event.nbytes), 0, ALLOC if event.nbytes > 0 else FREE)
+
+
+def made_between(first: Film, film: Film) -> Iterator[rules.Event]:
+    """Yield the calls for outer states that exchanges make between a first step and a steady one."""
+    there = sum(one.nbytes for one in first.events if one.what == OUTER_STATES)
+    found = [one for one in film.before if one.what == OUTER_STATES and one.nbytes > there]
+    return (rules.Event(one.what, one.nbytes - there) for one in found)
 
 
 def bytes_by_column(events: Iterable[Event]) -> dict[str, int]:

@@ -11,7 +11,7 @@ from typing import Final, NamedTuple, final
 
 from zeroshard.plan.step.clock import Clock
 from zeroshard.plan.step.elsewhere import Elsewhere
-from zeroshard.plan.step.film import Event, Film, Phase, bytes_by_column, bytes_elsewhere
+from zeroshard.plan.step.film import OUTER_STATES, Event, Film, Phase, bytes_by_column, bytes_elsewhere
 from zeroshard.plan.step.passes import Passes
 from zeroshard.plan.step.piped import Place
 from zeroshard.plan.step.rank_job import Border, Job
@@ -128,7 +128,9 @@ class _Rank:
                     make(masters, "states", unit.name, "masters", memory=memory)
                     make(padding, "padding", unit.name, "padding of masters", memory=memory)
         make(job.buffer_bytes, "parameters", "", "buffers")
-        make(job.outer.kept_bytes, "states", "", "anchors and their states", memory=job.outer.memory)
+        make(job.outer.kept_bytes - job.outer.states_bytes, "states", "", "anchors", memory=job.outer.memory)
+        if not is_first:
+            make(job.outer.states_bytes, "states", "", OUTER_STATES, memory=job.outer.memory)
         self._unmade = dict(job.made)
         self._make_kept("model")
         if job.system.keeps_gradients:
@@ -174,6 +176,9 @@ class _Rank:
         job, clock = self._job, self._clock
         self._agrees = is_first and job.system.agrees
         before = self.before(is_first=is_first)
+        # A steady step is one in which an exchange ends, with the messages of its beginning.
+        under_way_bytes = 0 if is_first or not job.outer.delay else job.outer.under_way_bytes
+        messages = self.storages.make(under_way_bytes, "transient", "", "messages between islands")
         self._make_kept("start")
         self._passes.arrivals = {} if is_first else published_before(job, clock)
         count = min(job.micro_batches, MOST_MICRO_BATCHES)
@@ -200,7 +205,7 @@ class _Rank:
         if not self._has_states:
             self._make_states()
         update(job, clock, self.storages, self.elsewhere, self._passes.landing.used)
-        self.storages.drop(self.storages.make(job.outer.buffer_bytes, "transient", "", "changes of islands"))
+        self._exchange(messages, is_first=is_first)
         self.storages.synchronize()
         self._passes.landing.end_step()
         self.storages.drop(self._inputs)
@@ -221,6 +226,16 @@ class _Rank:
             MappingProxyType(busy_s),
             job.device.is_cpu,
         )
+
+    def _exchange(self, messages: int, *, is_first: bool) -> None:
+        """Exchange changes with other islands, if the step does, and drop the messages that were under way."""
+        outer = self._job.outer
+        nbytes, ends = outer.at_first if is_first else (outer.buffer_bytes, True)
+        self.storages.drop(messages)
+        self.storages.pass_by(nbytes, "transient", "", "changes of islands")
+        if is_first and ends:
+            self.storages.make(outer.states_bytes // outer.fragments, "states", "", OUTER_STATES, memory=outer.memory)
+        self.storages.pass_by(outer.moving_bytes * ends, "transient", "", "means of islands")
 
     def _bind(self) -> None:
         """Make a batch. A loop has the one before until then, also through the update, and that of the step before."""
