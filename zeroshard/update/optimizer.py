@@ -167,14 +167,13 @@ class ShardedOptimizer:
                 "parameters: leave gathered() first, and add the group on every rank."
             )
         params = group["params"]
-        if not isinstance(params, set):  # which torch refuses
+        if not isinstance(params, set):
             group["params"] = params = [params] if isinstance(params, Tensor) else list(params)
         entries = [entry[1] if isinstance(entry, tuple) else entry for entry in params]
-        are_known = not isinstance(params, set) and all(isinstance(entry, Tensor) for entry in entries)
         groups, count, kept = self.optimizer.param_groups, len(self.optimizer.param_groups), self.kept
         restore: Callable[[], None] = lambda: None  # noqa: E731
         try:
-            if are_known:  # else torch says what is wrong
+            if not isinstance(params, set) and all(isinstance(one, Tensor) for one in entries):  # else torch refuses
                 self._check_added(group, entries)
                 restore = free([slot_of(entry) for entry in entries], self.optimizer)
             self._add_plain(group)
