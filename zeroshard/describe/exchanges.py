@@ -146,7 +146,7 @@ def foresee(asked: Any, units: Sequence[UnitSpec]) -> Foreseen:
     if outer.is_alone:
         return _foresee_alone(outer, [bucket for buckets in trained for bucket in buckets], device, stride)
     sizes = [sum(bucket.layout.full_numel for bucket in buckets) for buckets in trained]
-    is_here = device.is_cpu or outer.cell.is_on_device  # where changes, anchors and outer states are
+    is_here = outer.cell.is_beside(is_cpu=device.is_cpu)  # changes, anchors and outer states
     whole_bytes = sent_bytes = begin_bytes = under_way_bytes = moving_bytes = buffer_bytes = 0
     for fragment in outer.divided(trained, sizes):
         buckets = [bucket for some in fragment for bucket in some]

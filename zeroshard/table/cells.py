@@ -64,6 +64,10 @@ class Cell(ABC):
         """Whether the kept elements are always on the device."""
         return self.memory == DEVICE
 
+    def is_beside(self, *, is_cpu: bool) -> bool:
+        """Whether the kept elements are in one memory with what a device computes: for a CPU, on the host, too."""
+        return self.is_on_device or is_cpu
+
     @property
     def is_in_file(self) -> bool:
         """Whether the kept elements are in a file between uses."""

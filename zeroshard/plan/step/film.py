@@ -17,10 +17,10 @@ from zeroshard.plan.machine import rules
 
 __all__ = [
     "COLUMNS",
-    "OUTER_STATES",
     "Event",
     "Film",
     "LaneSpan",
+    "OUTER_STATES",
     "Phase",
     "Tick",
     "bytes_by_column",
