@@ -16,7 +16,7 @@ PLANNED = {
     "what a step of any optimizer takes beside its states": 64,
     "operations of traced models as their graph has them, of a CPU's attention and recurrent layers, too": 34,
     "configurations that leave sizes to Transformers, parameters without gradients": 24,
-    "searches with offload that look at few choices, and plan few of them": 56,
+    "searches with offload that look at few choices, and plan few of them": 49,
     "batches that a loop holds until it has the next": 6,
     "sizes of a batch beside inputs are refused": 5,
     "states that are made with the optimizer": 4,
@@ -53,7 +53,7 @@ ADMITTED = {
     "wrappers without hooks": 6,
     "trials with the options of groups, each slice in an optimizer of its own, in other entries": 48,
     "which states are of elements and which are counters": 26,
-    "states by the options of groups, of other dtypes and of later steps, why a trial failed": 17,
+    "states by the options of groups, of other dtypes and of later steps, why a trial failed": 22,
     "trials of as many dimensions as parameters have, every hook of wrappers": 7,
 }
 """Lines of optimizers that silent faults of admission have added since the budgets were set."""
@@ -127,7 +127,7 @@ ADDED = {
     "units before the first trained one in predicted steps": 16,
     "the shards that have a parameter, for plans as for saves": 3,
     "errors of transforms inside a forward and of updates inside a backward name the cause": 12,
-    "plain attributes that are views of parameters are refused by name": 28,
+    "plain attributes that are views of parameters are refused by name": 31,
     "groups of pairs of a name and a parameter, and groups that cannot be added": 20,
     "an error that says why a context of torch does not help": 9,
     "states of each slice by the options of its group": 34,

@@ -112,7 +112,9 @@ NUMBERS: dict[str, Callable[[Tensor], Any]] = {
     "sum of powers": lambda g: g.pow(2).sum(),
     "largest": lambda g: g.data.abs().max(),
     "largest and its place": lambda g: g.abs().max(dim=0),
-    "kept dimension": lambda g: g.abs().sum(0, keepdim=True).item(),
+    "kept dimension": lambda g: g.abs().sum(0, keepdim=True),
+    "kept dimension of it": lambda g: g.sum(0, keepdim=True),
+    "parts of a sum": lambda g: torch.softmax(g, 0),
     "check": lambda g: torch.isnan(g).any(),
     "norm of a concatenation": lambda g: torch.cat([g.view(-1), g.view(-1)]).norm(),
     "norm of a difference": lambda g: (torch.zeros_like(g) - g).norm(),
@@ -160,8 +162,15 @@ class Inside(torch.optim.SGD):
         for p in of(self):
             if p.grad is not None:
                 assert type(p.grad.detach()) is type(p.grad * 2.0) is Tensor
-                assert torch.isfinite(p.grad).all()
+                assert torch.isfinite(p.grad).all() and self.state[p].pop("kept").abs().sum().isfinite()
         super().step()
+
+
+def keep(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+    """Keep gradients as states, as hooks before a step do."""
+    for p in of(optimizer):
+        if p.grad is not None:
+            optimizer.state[p]["kept"] = p.grad.clone()
 
 
 def by_hand_everywhere() -> None:
@@ -172,6 +181,7 @@ def by_hand_everywhere() -> None:
     optimizer = Inside(model.parameters(), lr=0.1)
     settings = zs.Settings(watchdog_s=WATCHDOG_S, elementwise=True)
     zs.shard(model, optimizer, stage=2, settings=settings)
+    optimizer.register_step_pre_hook(keep)
     gradients(model, torch.float32)
     optimizer.step()
     gradients(model, torch.float32)

@@ -332,7 +332,7 @@ class Apart(nn.Module):
         elif kind == "no view":
             held, row = [self.first.weight], self.first.weight.detach()[1].clone()
             held.append(held)
-            self.second.held, self.second.rows = held, (row, row[:2])
+            self.second.held, self.second.rows = held, (row, row[:2], torch.nested.nested_tensor([row, row[:2]]))
         elif kind == "side by side":
             whole = torch.randn(8, 4)
             self.first.weight, self.second.weight = nn.Parameter(whole[:4]), nn.Parameter(whole[4:])
@@ -363,6 +363,7 @@ def test_a_plain_attribute_may_be_a_view_of_a_parameter_that_is_not_sharded_or_n
     zs.shard(frozen)
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("kind", ["side by side", "frozen", "no view", ""])
 def test_memory_that_is_shared_without_harm_is_not_refused(kind: str) -> None:
     model = Apart(kind)

@@ -367,7 +367,7 @@ def test_islands_that_wait_have_room_for_the_slowest_or_do_not_join(
         one.finish(others=True)
 
     with mailbox(tmp_path, most_bytes=5 * 404 - 1) as box:
-        text = "at staleness 1 the mailbox may have to hold 5 changes, 2,020 bytes, and holds 2,019. Start it with "
+        text = "at staleness 1: the mailbox may have to hold 5 changes, 2,020 bytes, and holds 2,019. Start it with "
         with pytest.raises(MailboxError, match=text):
             run("a")
     with mailbox(tmp_path, most_bytes=5 * 404) as box:

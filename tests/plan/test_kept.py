@@ -143,6 +143,9 @@ def test_a_plan_of_a_capturable_optimizer_has_the_states_of_the_other() -> None:
         return plan.resident_bytes["states"]
 
     assert states(capturable=True) == states() > 0
+    rate = torch.tensor(1e-3)
+    assert states(capturable=True, foreach=True, lr=rate) == states()
+    assert states(capturable=True, foreach=True, lr=rate, betas=(torch.tensor(0.9), torch.tensor(0.99))) == states()
 
 
 def test_a_trial_that_fails_says_with_what() -> None:

@@ -9,12 +9,13 @@ import pytest
 from torch.distributed.device_mesh import init_device_mesh
 
 from zeroshard import cli
+from zeroshard.plan.job import job_of_shape
 from zeroshard.plan.machine.presets import DEVICES, device_named
 from zeroshard.plan.margins import MEMORY, margin_of
 from zeroshard.plan.named import PRECISIONS, own_units, specs_of
 from zeroshard.plan.planning import make_plan
 from zeroshard.plan.result import Plan
-from zeroshard.plan.shape.shapes import SHAPES
+from zeroshard.plan.shape.shapes import SHAPES, shape_of
 from zeroshard.plan.step.chains import chains_of
 from zeroshard.plan.step.clock import Clock
 from zeroshard.plan.systems import SYSTEMS
@@ -110,6 +111,17 @@ def test_chains_are_waited_for_where_ranks_keep_parts_of_gradients() -> None:
     busy = [one for one in plans[1].film.lanes if one.lane == "compute" and not one.is_exposed]
     assert not any(one.start_s < reduced.stop_s and one.stop_s > reduced.start_s for one in busy)
     assert plans[1].peak_bytes == beside[1].peak_bytes and plans[1].step_s > beside[1].step_s
+
+
+def test_a_part_that_is_reduced_with_the_next_bucket_is_not_reduced_before() -> None:
+    system = dataclasses.replace(SYSTEMS["zeroshard"], chain_bytes=4 * 2**20)
+    made = make_plan("llama-3-8b", world_size=4, seq=2048, stage=2, device="a100", system=system)
+    device, span = made.asked.device, made.asked.spans["shard"]
+    parts = chains_of(job_of_shape(shape_of("llama-3-8b"), made.asked).units)
+    assert [] in parts.values()  # the last rank owns the whole head, and the end of the last block
+    took_s = [device.collective_s("chain", 4 * numel, span, 4 * 2**20) for some in parts.values() for numel in some]
+    reduced_s = sum(one.stop_s - one.start_s for one in made.film.lanes if one.lane == "reduce")
+    assert reduced_s == pytest.approx(sum(took_s))
 
 
 def test_exchanges_of_tensor_ranks_hide_behind_products() -> None:

@@ -71,6 +71,8 @@ ALIASES = frozenset("contiguous data detach flatten ravel reshape reshape_as vie
 """Functions whose result is this rank's elements of a gradient in the same memory, if its dtype is the gradient's."""
 NUMBERS = frozenset("__bool__ __complex__ __float__ __index__ __int__ item".split())
 """Functions that return the element of a tensor with one element."""
+REDUCTIONS = frozenset("all amax amin any cumsum histc mean median norm normalize prod softmax std sum var".split())
+"""Functions that combine elements, also into tensors."""
 
 
 @final
@@ -188,6 +190,8 @@ class LocalElements(_OfSlice):
         source: LocalElements = find((args, kwargs), cls)[0]
         with NoSubclasses():
             result = func(*args, **kwargs)
+        if (owner := source._slot.owner()) is not None and owner.is_updating:
+            return result  # a state that a hook has made
         if name in NUMBERS:
             raise _refusal(f"{name} of a function of each element", source)
         return _local(name, result, args, source)
@@ -225,19 +229,18 @@ class MasterGradient(_OfSlice):
         if isinstance(result, (Tensor, list, tuple)) and result is not first and not is_list:
             source = first if is_ours else find((args, kwargs), MasterGradient)[0]
             if (owner := source._slot.owner()) is None or not owner.is_updating:
-                name = name_of(func)
-                if is_ours and name in ALIASES and isinstance(result, Tensor) and result.dtype == first.dtype:
+                if is_ours and name_of(func) in ALIASES and isinstance(result, Tensor) and result.dtype == first.dtype:
                     return master_gradient(result, first._slot)
-                return _local(name, result, args, source)
+                return _local(name_of(func), result, args, source)
         return result
 
 
 def _local(name: str, result: Any, args: Sequence[Any], source: "MasterGradient | LocalElements") -> Any:
-    """Mark what a function of this rank's elements has returned; raise if it is a single number, of these elements."""
+    """Mark what a function of this rank's elements has returned; raise if it combines these elements alone."""
     if name == "as_subclass" or name[:4] == "new_" or name[-5:] == "_like":
         return result  # a plain tensor was asked for, or no value is in it
     if type(result) is Tensor and not any(result is one for one in args):
-        if not result.ndim:
+        if not result.ndim or name in REDUCTIONS:
             raise _refusal(f"{name} of this rank's elements", source)
         result = result.as_subclass(LocalElements)
         result._slot = source._slot

@@ -5,6 +5,7 @@ Owns the reading of a row, and the reasons why a row is not planned. It must not
 """
 
 import dataclasses
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -69,9 +70,10 @@ def number_of(row: Mapping[str, str], key: str) -> float:
     Raises:
         NotPlannedError: the cell has something else, such as "4k", "nan" or "-3".
     """
-    if not NUMBER.fullmatch(row[key]):
+    found = float(row[key].replace(",", "")) if NUMBER.fullmatch(row[key]) else math.inf
+    if math.isinf(found):
         raise NotPlannedError(f"{key} {row[key]!r} is not a number such as 4096, 4,096 or 0.5")
-    return float(row[key].replace(",", ""))
+    return found
 
 
 def _whole(row: Mapping[str, str], key: str, default: int | None = None) -> int:
@@ -180,7 +182,7 @@ def run_of(row: Mapping[str, str], sources: Sequence[Source] = ()) -> Run:
         _shape(name, system.name, layers, hidden, heads, vocabulary, sequence),
         _device(row["gpu"], tuple(known.device.items())),
     )
-    if row.get("params_b") and abs(shape.numel() / 1e9 / number_of(row, "params_b") - 1) > SIZE_PART:
+    if row.get("params_b") and abs(shape.numel() / 1e9 - (size := number_of(row, "params_b"))) > SIZE_PART * size:
         has = f"{shape.numel() / 1e9:.3g}"
         raise NotPlannedError(
             f"params_b of {name} is {row['params_b']}, but the shape of its columns has {has} billion"
@@ -188,9 +190,9 @@ def run_of(row: Mapping[str, str], sources: Sequence[Source] = ()) -> Run:
     products = next((to for key, to in (("FP8", "float8"), ("NVFP4", "float4")) if key in source), system.products)
     is_looped, chunks = pipe > 1 and micro_batches >= pipe, re.search(r" VP(\d+) ", source)
     precision = "paper" if device.name == "v100-32" else system.precision or "bf16"
-    if (stage := re.fullmatch(r"([0-3]?)(\.0)?(-hsdp)?", row["zero_stage"])) is None:
+    if not re.fullmatch(r"|[0-3](\.0)?|3-hsdp", row["zero_stage"]):
         raise NotPlannedError(f"zero_stage {row['zero_stage']!r} is none of 0, 1, 2, 3 and 3-hsdp")
-    asked = int(stage[1]) if stage[1] else system.stage or 0
+    asked = int(row["zero_stage"][0]) if row["zero_stage"] else system.stage or 0
     offload = system.moved()
     residency = row_of_stage(asked if data > 1 or offload else 0)  # one rank, too, copies units that are offloaded
     options = Options(
@@ -204,7 +206,7 @@ def run_of(row: Mapping[str, str], sources: Sequence[Source] = ()) -> Run:
         ),
         offload=offload,
         precision=precision,
-        replicas=max(1, data // device.node_ranks) if stage[3] else 1,
+        replicas=max(1, data // device.node_ranks) if row["zero_stage"].endswith("hsdp") else 1,
         tensor=tensor,
         is_sequence_parallel=system.is_sequence_parallel and tensor > 1,
         micro_batches=micro_batches,

@@ -54,13 +54,22 @@ TRIED_NUMEL = 13
 def options_of(optimizer: torch.optim.Optimizer, group: Options) -> dict[str, Any]:
     """Return the options of a group for a trial or a trace without a device, where torch refuses `capturable=True`.
 
-    The learning rate, in which groups often differ, is the default's.
+    Without it, foreach kernels take no tensors as numbers. The learning rate, in which groups often differ, is the
+    default's.
     """
     options = {key: value for key, value in group.items() if key not in NOT_OPTIONS}
-    options |= {key: False for key in options if key == "capturable"}
     if isinstance(rate := optimizer.defaults.get("lr"), (float, Tensor)):
         options["lr"] = rate if rate != 0 else 1e-3
+    if options.get("capturable"):
+        options = {key: _as_number(value) for key, value in options.items()} | {"capturable": False}
     return options
+
+
+def _as_number(value: Any) -> Any:
+    """Return an option with numbers in place of tensors of one element."""
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(_as_number, value))
+    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
 
 
 @torch.random.fork_rng(devices=[])  # user code draws the same numbers as without trials

@@ -58,10 +58,10 @@ class Facts:
         count = islands if stale is None else (islands - 1) * (2 * stale + 1) + stale + 1
         if (need := count * sum(map(self.stored_bytes, numels))) <= most_bytes:
             return ""
+        why = "a change might never be whole" if stale is None else f"islands could wait forever at staleness {stale}"
         return (
-            f"islands could wait forever: at staleness {stale} the mailbox may have to hold {count} changes, {need:,} "
-            f"bytes, and holds {most_bytes:,}. Start it with --most-gib {1.01 * need / GIB:.3g}, or islands with a "
-            "smaller staleness."
+            f"{why}: the mailbox may have to hold {count} changes, {need:,} bytes, and holds {most_bytes:,}. Start it "
+            f"with --most-gib {1.01 * need / GIB:.3g}" + ", or islands with a smaller staleness." * bool(stale)
         )
 
     def stored_bytes(self, numel: int) -> int:

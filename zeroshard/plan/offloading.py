@@ -13,13 +13,12 @@ Note: the order of trials
     no other has. With each fifth of the parameters the least states that must move for what is allocated follow from
     the ends, as memory falls nearly evenly with what is moved, and are simulated; gradients move with their states, or
     stay where that is faster. Those that may be the fastest are then planned in full, from the one on that is fastest
-    by simulations, with as many more states as what the allocator reserves asks for. From choice to choice a step takes
-    little longer, so that a plan that has room ends this search when a simulation of less offload is hardly faster.
+    by simulations, with as many more states as what the allocator reserves asks for.
 """
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import cache
 from itertools import cycle
 from math import ceil, inf
 from operator import itemgetter
@@ -34,16 +33,16 @@ from zeroshard.plan.trying import Candidate, Simulated, candidate_of
 from zeroshard.table.cells import Residency
 from zeroshard.table.stages import row_of_stage
 
-__all__ = ["Chosen", "automatic_offload", "border_of", "choose_offload", "may_fit"]
+__all__ = ["Chosen", "automatic_offload", "choose_offload", "first_below", "may_fit"]
 
 Tried = Candidate | Plan
 Chain = list[Offload | None]
 LEAST_GAIN: Final = 1.01
-"""How many times as fast as the fastest choice so far another one may be, at least, for the search to look at it."""
+"""How many times as fast as the fastest choice another one may be, at least, to be planned in full."""
 LEAST_RESERVED: Final = 0.5
 """The part of what the allocator reserves beyond what is allocated, with the largest offload, that others need, too."""
-NEAR: Final = 1.005
-"""How many times as fast as a plan that has room a choice with less offload may be, at most, to be left alone."""
+NEAR: Final = 0.25
+"""Of what one step more moves, the room that a choice may leave for the search to end there."""
 LEAST_PART: Final = 0.9
 """Of what an update on the device reads and writes, that on the host does at least, which rounds no parameters."""
 
@@ -78,14 +77,14 @@ def choose_offload(
         simulated: the simulations of these configurations.
         whole: plans a configuration in full.
     """
-    found, least_tokens_per_s, tried = None, best_tokens_per_s or 0.0, list[Options]()
+    found, fastest, tried = None, best_tokens_per_s or 0.0, list[Options]()
 
     def simulate(options: Options) -> Candidate:
         tried.append(options)
         return simulated.simulate(options)
 
     def may_be_faster(one: Candidate) -> bool:
-        is_wanted = _most_tokens_per_s(one) > least_tokens_per_s and may_fit(one)
+        is_wanted = _most_tokens_per_s(one) > fastest and may_fit(one)
         return is_wanted and (set(places) != {HOST} or _has_host_room(one))
 
     seen = set[tuple[Options, bool]]()
@@ -96,15 +95,15 @@ def choose_offload(
         if one.verdict == "fits" and whole(one.options).verdict == "fits":
             continue
         for place in places:
-            made = _fastest(one, place, least_tokens_per_s, simulate, whole)
+            made = _fastest(one, place, fastest, simulate, whole)
             if made is not None:
-                found, least_tokens_per_s = made, LEAST_GAIN * made[1].tokens_per_s
+                found, fastest = made, made[1].tokens_per_s
                 break
     if found is None:
         return Chosen(None, None, "", len(tried))
     reason = "nothing fits without offload"
     if best_tokens_per_s is not None:
-        more = found[1].tokens_per_s / best_tokens_per_s - 1
+        more = fastest / best_tokens_per_s - 1
         reason = f"{more:.0%} faster than the fastest that fits without offload ({best_tokens_per_s:,.0f} tokens/s)"
     return Chosen(*found, reason, len(tried))
 
@@ -143,15 +142,14 @@ def _has_host_room(one: Candidate) -> bool:
 def _fastest(
     start: Candidate,
     to: str,
-    tokens_per_s: float,
+    fastest: float,
     simulate: Callable[[Options], Candidate],
     whole: Callable[[Options], Plan],
 ) -> tuple[Candidate, Plan] | None:
-    """Return the fastest offload of a configuration that fits; None if none fits and is faster than asked.
+    """Return the fastest offload of a configuration that fits; None if none fits and is faster than `fastest`.
 
     Args:
         start: the configuration without offload, which does not fit.
-        tokens_per_s: the speed to exceed.
     """
     options = start.options
     if to == HOST and not _has_host_room(start):
@@ -166,7 +164,7 @@ def _fastest(
         return None
     quick = cache(lambda offload: start if offload is None else simulate(with_offload(offload)))
     plan = _fastest_choice(
-        options.row, quick, lambda offload: whole(with_offload(offload)), to=to, tokens_per_s=tokens_per_s
+        options.row, quick, lambda offload: whole(with_offload(offload)), to=to, tokens_per_s=fastest
     )
     if plan is None:
         return None
@@ -193,7 +191,10 @@ def automatic_offload(
 
     # A simulation of a pipe takes half a second.
     found = _fastest_choice(options.row, quick, whole, steps=2 if shape is None else 5 if options.pipe == 1 else 1)
-    return (choices_for(options.row)[-1][-1], False) if found is None else (found.asked.offload, True)
+    if found is None:
+        # Small states may take less than the copies that offload needs.
+        return (None, True) if whole(None).verdict == "fits" else (choices_for(options.row)[-1][-1], False)
+    return found.asked.offload, True
 
 
 def _fastest_choice(
@@ -233,11 +234,11 @@ def _fastest_choice(
     ends = [
         [quick(one).excess_bytes for one in (chain_of(part, 0)[0], chain_of(part, None)[-1])] for part in parts[::steps]
     ]
-    tried, found, most_gain = list[tuple[float, Chain, int, float]](), None, 0.0
+    tried, found, fastest, most_gain = list[tuple[float, Chain, int, float]](), None, tokens_per_s, 0.0
     for part in sorted(parts, key=lambda part: part % steps):
         begin, end = (a + (b - a) * part / steps for a, b in zip(ends[0], ends[-1], strict=True))
         each_bytes, chain = max(1.0, (begin - end) / PARTS), chain_of(part, None)
-        place = min(PARTS, max(0, ceil((begin + LEAST_RESERVED * reserved_bytes) / each_bytes)))
+        place = min(PARTS, max(0, ceil(begin / each_bytes)))
         # Where the host has no room for the least offload, it has none for more.
         if end > -LEAST_RESERVED * reserved_bytes or (one := quick(chain[place])).verdict == "no":
             continue
@@ -247,56 +248,45 @@ def _fastest_choice(
         if part % steps == 0 or most_gain > 1:
             tried.append((quick((stays := chain_of(part, 0))[place]).tokens_per_s, stays, place, each_bytes))
             most_gain = max(most_gain, tried[-1][0] / one.tokens_per_s)
-
-    def is_settled(least_tokens_per_s: float, most_tokens_per_s: float, one: Offload | None) -> bool:
-        # More offload has more room, and is slower.
-        plan = whole(one)
-        if plan.excess_bytes > 0:
-            return plan.tokens_per_s <= least_tokens_per_s
-        return NEAR * plan.tokens_per_s >= most_tokens_per_s
-
     full_bytes = inf  # the least, by simulations, of a choice that has no room when planned in full
     for most_tokens_per_s, chain, place, each_bytes in sorted(tried, key=itemgetter(0), reverse=True):
-        if most_tokens_per_s <= tokens_per_s:
+        if most_tokens_per_s <= fastest * (LEAST_GAIN if found is not None else 1):
             break
         if full_bytes < inf and quick(chain[-1]).excess_bytes >= full_bytes:
             continue
-        guess = place + ceil((1 - LEAST_RESERVED) * reserved_bytes / each_bytes)
-        low, high = border_of(
-            chain, lambda one: whole(one).excess_bytes, guess, each_bytes,
-            last_bytes=whole(fullest).excess_bytes if chain[-1] == fullest else None,
-            is_settled=partial(is_settled, tokens_per_s, most_tokens_per_s),
-        )  # fmt: skip
-        if low == PARTS:
+        guess = place + ceil(reserved_bytes / each_bytes)
+        last_bytes = whole(fullest).excess_bytes if chain[-1] == fullest else None
+        least = first_below(chain, lambda one: whole(one).excess_bytes, guess, each_bytes, last_bytes=last_bytes)
+        if least is None:
             full_bytes = min(full_bytes, quick(chain[-1]).excess_bytes)
-        elif high <= PARTS and (plan := whole(chain[high])).verdict == "fits" and plan.tokens_per_s > tokens_per_s:
-            found, tokens_per_s = plan, LEAST_GAIN * plan.tokens_per_s
+        elif (plan := whole(chain[least])).verdict == "fits" and plan.tokens_per_s > fastest:
+            found, fastest = plan, plan.tokens_per_s
     return found
 
 
-def border_of(
+def first_below(
     chain: Chain,
     excess_of: Callable[[Offload | None], float],
     place: int,
     each_bytes: float,
     *,
     last_bytes: float | None = None,
-    is_settled: Callable[[Offload | None], bool] = lambda one: False,
-) -> tuple[int, int]:
-    """Return the place of the last choice that has no room, and of the first that has; -1 and the length for none.
+) -> int | None:
+    """Return the place of the first choice that has room, or of one that has `NEAR` of a step to spare.
+
+    Returns None if none has room.
 
     Args:
         excess_of: returns the bytes that have no room, which fall nearly evenly from choice to choice.
         place: the first choice to look at.
         each_bytes: how much less a choice takes than the choice before it, roughly.
         last_bytes: what `excess_of` returns for the last choice, if that is known and at most 0.
-        is_settled: whether the search ends with a choice; there may then be others between the two that are returned.
     """
-    low, high, before = -1, len(chain), None
+    low, high, before, near_bytes = -1, len(chain), None, NEAR * each_bytes
     if last_bytes is not None:
         high, before = len(chain) - 1, (len(chain) - 1, last_bytes)
     for is_between in cycle((False, False, True)):
-        if high - low == 1 or (before is not None and is_settled(chain[before[0]])):
+        if high - low == 1 or (before is not None and -near_bytes < before[1] <= 0):
             break
         place = min(max(place, low + 1), high - 1)
         excess_bytes = excess_of(chain[place])
@@ -306,4 +296,4 @@ def border_of(
         low, high = (low, place) if excess_bytes <= 0 else (place, high)
         # Where memory does not fall evenly, a step of each_bytes may be short: each third one halves what is left.
         place = (low + high) // 2 if is_between and high < len(chain) else place + ceil(excess_bytes / each_bytes)
-    return low, high
+    return high if high < len(chain) else None

@@ -205,13 +205,17 @@ def check_selections(row: Residency, plans: Sequence[UnitPlan], tensor_size: int
     check_activations(row.activations, plans, tensor_size)
 
 
+NUMBERS = frozenset([bool, bytes, float, int, str, type(None)])
+"""Types of values that hold no tensors."""
+
+
 def _refuse_shared_memory(model: nn.Module, mesh: Mesh, ignored: Collection[int]) -> None:
     """Raise if a trained parameter shares memory with another tensor of the model, which would be set apart."""
     registered = dict([*model.named_parameters(), *model.named_buffers()])
     by_place = list[tuple[int, int, str, bool]]()
     for name, one in (*registered.items(), *_plain_attributes(model, registered.values())):
         part = local_of(one.detach())
-        if part.layout is not torch.strided or part.is_meta or is_fake(part) or not part.numel():
+        if part.layout is not torch.strided or part.is_nested or part.is_meta or is_fake(part) or not part.numel():
             continue
         if is_dense(part) or not isinstance(one, nn.Parameter):  # parameters may be columns of one matrix
             reach = 1 + sum((size - 1) * stride for size, stride in zip(part.shape, part.stride(), strict=True))
@@ -238,18 +242,22 @@ def _refuse_shared_memory(model: nn.Module, mesh: Mesh, ignored: Collection[int]
 
 
 def _plain_attributes(model: nn.Module, known: Iterable[torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield tensors that modules keep as attributes, or in lists, tuples and dicts there, except known ones."""
+    """Yield tensors that modules keep as attributes, or in lists, tuples and dicts there, except known ones.
+
+    An attribute that a hook computes before each forward, as of the old `spectral_norm`, is none.
+    """
     seen = {id(one) for one in known}
     for path, module in model.named_modules():
         for key, value in vars(module).items():
-            values = [value]
+            values = [value] if f"{key}_orig" not in module._parameters else []
             while values:
                 one = values.pop()
                 if not isinstance(one, torch.Tensor | list | tuple | dict) or id(one) in seen:
                     continue
                 seen.add(id(one))
-                if not isinstance(one, torch.Tensor):
-                    values += one.values() if isinstance(one, dict) else one
+                if not isinstance(one, torch.Tensor):  # a data set may be millions of numbers
+                    inside = one.values() if isinstance(one, dict) else one
+                    values += (each for each in inside if type(each) not in NUMBERS)
                 elif type(one) in (torch.Tensor, nn.Parameter) or has_split([type(one)]):
                     yield f"{path}.{key}".removeprefix("."), one
 

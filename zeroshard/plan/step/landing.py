@@ -171,9 +171,10 @@ class Landing:
             nbytes = bucket.layout.full_numel * itemsize(bucket.formats.reduce)
             kind = "all-reduce" if bucket.updates_all or self._job.system.sums_everywhere else "reduce"
             sizes = (numel * itemsize(bucket.formats.reduce) for numel in bucket.layout.numels)
-            chain = [numel * itemsize(bucket.formats.reduce) for numel in self._chains.get(bucket.number, ())]
-            works += [("chain", one, "shard") for one in chain]
-            works += [(kind, one, "shard") for one in self._job.system.exchanges(nbytes, sizes) if not chain]
+            if (chain := self._chains.get(bucket.number)) is None:
+                works += [(kind, one, "shard") for one in self._job.system.exchanges(nbytes, sizes)]
+            else:
+                works += [("chain", numel * itemsize(bucket.formats.reduce), "shard") for numel in chain]
             if bucket.replicas > 1:
                 shard_bytes = nbytes // bucket.layout.world_size
                 works.append(("all-reduce", shard_bytes, "replicate"))
