@@ -17,6 +17,7 @@ PLANNED = {
     "operations of traced models as their graph has them, of a CPU's attention and recurrent layers, too": 34,
     "configurations that leave sizes to Transformers, parameters without gradients": 24,
     "searches with offload that look at few choices, and plan few of them": 49,
+    "searches in processes, each for some of the numbers of ranks": 34,
     "batches that a loop holds until it has the next": 6,
     "sizes of a batch beside inputs are refused": 5,
     "states that are made with the optimizer": 4,

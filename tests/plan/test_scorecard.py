@@ -324,6 +324,14 @@ def test_ranks_of_data_that_a_row_leaves_out(changed: dict[str, str], axes: tupl
     assert (options.shard_ranks * options.replicas, options.tensor, options.pipe) == axes
 
 
+@pytest.mark.parametrize(("heads", "tensor", "found"), [("", 8, 96), ("", 4, 108), ("144", 8, 144), ("", 5, 108)])
+def test_heads_that_a_row_leaves_out_are_some_that_tensor_ranks_divide(heads: str, tensor: int, found: int) -> None:
+    sizes = {"model": "gpt-196B", "layers": "84", "hidden": "13824", "vocab": "250000", "params_b": "196"}
+    run = run_of(OWN | sizes | {"heads": heads, "tp": str(tensor), "dp": "1", "n_gpus": str(tensor)})
+    assert run.shape.heads == found
+    assert bool(run.refused) == (tensor == 5)  # no number of heads of this width has five equal parts
+
+
 def test_a_row_whose_numbers_of_devices_differ_says_so() -> None:
     assert cards._planned(OWN | {"n_gpus": "64"}) == "n_gpus is 64, but dp, tp and pp make 8 of them"
     assert cards._planned(OWN | {"n_gpus": "64", "dp": "", "tp": "3"}) == (

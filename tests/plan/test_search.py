@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import os
+from multiprocessing.connection import Connection
 from typing import Any
 
 import pytest
@@ -18,6 +20,7 @@ from zeroshard.plan.step.system import ZEROSHARD
 from zeroshard.plan.trying import candidate_of
 from zeroshard.report.plans import page_of_search
 from zeroshard.table.cells import Residency
+from zeroshard.table.sizes import GIB
 
 SMALL = {"device": "a100-40", "seq": 1024, "batches": (1, 4), "tensors": (1, 2), "pipes": (1,)}
 
@@ -77,11 +80,34 @@ def test_the_best_fits_and_is_the_fastest() -> None:
     assert "the fastest that fits" in str(found)
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_search_in_processes_finds_the_same(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of three numbers of ranks, one of which needs offload; also if a process ends before it has a result."""
+    small = dataclasses.replace(DEVICES["a100-40"], memory_bytes=16 * GIB)
+    options: dict[str, Any] = SMALL | {"device": small, "batches": (1,), "tensors": (1,), "activations": ("recompute",)}
+    options["world_size"] = (1, 2, 8)
+    alone = zs.search("gpt2-xl", **options)
+    if fails:
+        monkeypatch.setattr(Connection, "send", lambda self, value: os._exit(1))
+    found = zs.search("gpt2-xl", processes=2, **options)
+    assert found.reasons and found.reasons == alone.reasons
+    assert {n: plan and plan.to_json() for n, plan in found.best.items()} == {
+        n: plan and plan.to_json() for n, plan in alone.best.items()
+    }
+    assert found.frontier == alone.frontier
+    assert {one.options: one for one in found.candidates} == {one.options: one for one in alone.candidates}
+
+
 @pytest.mark.rotates
 def test_none_may_fit() -> None:
     found = zs.search("llama-3-405b", world_size=8, device="v100-32", seq=1024, batches=(1,), tensors=(1,), pipes=(1,))
     assert found.best == {8: None}
     assert "none" in str(found)
+
+
+def test_a_search_needs_a_process() -> None:
+    with pytest.raises(ValueError, match="processes"):
+        zs.search("gpt2", world_size=2, processes=0)
 
 
 @pytest.mark.parametrize("name", ["world_size", "stages", "batches", "tensors", "pipes", "activations"])

@@ -173,10 +173,13 @@ def run_of(row: Mapping[str, str], sources: Sequence[Source] = ()) -> Run:
     row = {**row, **{key: row[key] or value for key, value in known.columns.items()}}
     layers, hidden, sequence = _whole(row, "layers"), _whole(row, "hidden"), _whole(row, "seq")
     batch = _whole(row, "micro_batch")
+    (data, tensor, pipe), usual = _axes(row), max(1, hidden // 128)
     # Megatron pads GPT-2's 50,257 tokens; if the number of heads is unknown, heads are 128 wide.
-    heads, vocabulary = _whole(row, "heads", max(1, hidden // 128)), _whole(row, "vocab", 51200)
-    heads = heads if hidden % heads == 0 else max(1, hidden // 128)
-    data, tensor, pipe = _axes(row)
+    heads, vocabulary = _whole(row, "heads", usual), _whole(row, "vocab", 51200)
+    heads = heads if hidden % heads == 0 else usual
+    if not row["heads"] and hidden % usual == 0 and usual % tensor:  # ran with as many as tensor ranks divide
+        divisors = [n for n in range(tensor, hidden + 1, tensor) if hidden % n == 0]
+        heads = min(divisors, key=lambda n: abs(n - usual), default=usual)
     micro_batches = max(1, _whole(row, "global_batch", batch * data) // (batch * data))
     shape, device = (
         _shape(name, system.name, layers, hidden, heads, vocabulary, sequence),

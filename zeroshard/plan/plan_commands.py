@@ -7,6 +7,7 @@ Plans of shapes work without torch.
 import dataclasses
 import gc
 import json
+import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Final
 
@@ -112,8 +113,9 @@ def add_commands(
                 gc.disable()  # simulations are millions of tuples: looking for cycles takes a fifth of the time
                 try:
                     found = search(
-                        model, world_size=counts, device=where, offload=_places(offload), progress=tell_progress, **same
-                    )
+                        model, world_size=counts, device=where, offload=_places(offload), progress=tell_progress,
+                        processes=os.cpu_count() or 1, **same,
+                    )  # fmt: skip
                 finally:
                     gc.enable()
                 text = json.dumps(found.to_json()) if as_json else str(found)

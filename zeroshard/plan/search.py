@@ -12,15 +12,21 @@ Note: what is not simulated
 
 import dataclasses
 import gc
+import signal
+import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from itertools import chain, product
+from multiprocessing import current_process, get_context
+from multiprocessing.connection import Connection
 from types import MappingProxyType
-from typing import Any, Final, final
+from typing import Any, Final, NamedTuple, final
 
 from zeroshard.describe.asked import Asked, resolve
+from zeroshard.describe.axes import check_count
 from zeroshard.describe.offload import Offload
 from zeroshard.plan.bounds import bound_of
 from zeroshard.plan.given import IMPORTED, optimizers_named
@@ -133,6 +139,7 @@ def search(
     offload: Sequence[str] = ("host",),
     progress: Callable[[int, int], None] | None = None,
     prune: bool = True,
+    processes: int = 1,
 ) -> Search:
     """Simulate many configurations of a model, and return the frontier and the fastest configuration that fits.
 
@@ -151,6 +158,8 @@ def search(
             nothing is moved.
         progress: called with the number of configurations that were looked at, and of all.
         prune: whether only configurations are simulated that may be on the frontier or the best.
+        processes: number of processes, of which each plans for some of the numbers of ranks; the result is the same. On
+            Linux they are forks of this one, if it has one thread; otherwise this one makes all plans.
 
     A KeyboardInterrupt ends the search: the result has the configurations that were simulated before, without offload.
 
@@ -168,7 +177,7 @@ def search(
     if hasattr(model, "named_parameters") or (isinstance(model, str) and IMPORTED.fullmatch(model)):
         what = model if isinstance(model, str) else type(model).__name__
         raise TypeError(f"A search takes shapes only; got {what}. Plan a module with zs.plan() or without --search.")
-    shape, preset = shape_of(model), device_for(device)
+    shape, preset, processes = shape_of(model), device_for(device), check_count("processes", processes)
     asked_sizes = list(world_size) if isinstance(world_size, Iterable) else [world_size]
     values: dict[str, Any] = {"world_size": asked_sizes, "stages": stages, "batches": batches, "tensors": tensors}
     values |= {"pipes": pipes, "activations": activations, "offload": offload}
@@ -231,27 +240,71 @@ def search(
     for one in frontier_of((known := simulated.known).values()):
         whole = fullest(one)
         known[one.options] = dataclasses.replace(one, verdict=whole.verdict, reserved_bytes=whole.reserved_bytes)
-    best, reasons, tried = dict[int, Plan | None](), dict[int, str](), 0
-    for ranks in sizes:
-        some = [one for one in bounds if one.options.world_size == ranks]
+
+    def best_of(ranks: int) -> _Best:
+        some, tried = [one for one in bounds if one.options.world_size == ranks], 0
         alone = [one for one in some if one.options.pipe == 1]
-        best[ranks] = None
         for fitting in chain(_fitting(fullest, some, simulated), [None]):
             chosen = choose_offload(alone, fitting and fitting.tokens_per_s, places, simulated, plan)
             tried += chosen.tried
             if chosen.candidate is not None:
-                best[ranks], reasons[ranks] = chosen.plan, chosen.reason
-                simulated.known[chosen.candidate.options] = chosen.candidate
-                break
+                return _Best(chosen.candidate, chosen.reason, tried)
             # A plan of all places of a pipe takes seconds.
-            if fitting is not None and (whole := plan(fitting.options)).verdict == "fits":
-                best[ranks] = whole
-                break
+            if fitting is not None and plan(fitting.options).verdict == "fits":
+                return _Best(fitting, "", tried)
+        return _Best(None, "", tried)
+
+    best, reasons, tried = dict[int, Plan | None](), dict[int, str](), 0
+    for ranks, top in zip(sizes, _bests(sizes, best_of, simulated, preset, processes), strict=True):
+        best[ranks], tried = top.candidate and plan(top.candidate.options), tried + top.tried
+        if top.candidate is not None and top.reason:
+            reasons[ranks], known[top.candidate.options] = top.reason, top.candidate
     found = (*simulated.known.values(),)
     return Search(
         shape, len(configurations), found, tuple(frontier_of(found)), MappingProxyType(best), MappingProxyType(reasons),
         tried, len(configurations) - done,
     )  # fmt: skip
+
+
+class _Best(NamedTuple):
+    """The fastest configuration that fits a number of ranks, the reason for its offload, and how many were tried."""
+
+    candidate: Candidate | None
+    reason: str
+    tried: int
+
+
+def _bests(
+    sizes: Sequence[int], best_of: Callable[[int], _Best], simulated: Simulated, device: Device, processes: int
+) -> Iterator[_Best]:
+    """Yield the best of each number of ranks; forked processes make some, and this one what they do not return."""
+    can_fork = sys.platform == "linux" and threading.active_count() == 1 and not current_process().daemon
+    parts = [sizes[place::processes] for place in range(processes)] if can_fork else [sizes]
+    context, lines = get_context("fork" if can_fork else None), list[Connection]()
+
+    def here(one: Candidate) -> Candidate:  # a device is equal to itself alone
+        return dataclasses.replace(one, options=dataclasses.replace(one.options, device=device))
+
+    def run(line: Connection, some: Sequence[int]) -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process ends this one
+        before = simulated.known.copy()
+        made = {ranks: best_of(ranks) for ranks in some}
+        line.send((made, [one for options, one in simulated.known.items() if options not in before]))
+
+    for some in filter(None, parts[1:]):
+        mine, theirs = context.Pipe(duplex=False)
+        context.Process(target=run, args=(theirs, some), daemon=True).start()
+        theirs.close()
+        lines.append(mine)
+    found = {ranks: best_of(ranks) for ranks in parts[0]}
+    for line in lines:
+        with suppress(EOFError):  # its process has ended: this one makes what it had to
+            made, known = line.recv()
+            found |= {
+                ranks: one._replace(candidate=one.candidate and here(one.candidate)) for ranks, one in made.items()
+            }
+            simulated.known.update((one.options, one) for one in map(here, known))
+    yield from (found[ranks] if ranks in found else best_of(ranks) for ranks in sizes)
 
 
 def _over(start: Options, *, pipe: int, **changed: Any) -> Options:

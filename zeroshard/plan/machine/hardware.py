@@ -21,8 +21,9 @@ measurements of collectives on 8 to 512 H100.
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from functools import partial
 from types import MappingProxyType
-from typing import Final, final
+from typing import Any, Final, final
 
 from zeroshard.table.sizes import MIB
 
@@ -188,6 +189,10 @@ class Device:
             if (value := getattr(self, name)) != int(value):
                 raise ValueError(f"Device.{name} must be a whole number, got {value!r}.")
             object.__setattr__(self, name, int(value))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the device with its table of peaks, which may be read-only."""
+        return partial(Device, **vars(self) | {"peak_flops": dict(self.peak_flops)}), ()
 
     @property
     def is_cpu(self) -> bool:
