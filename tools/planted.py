@@ -1148,9 +1148,10 @@ ROOMS = (
     Bug(
         "an island keeps its own bits where the others have rounded ones",
         "outer/exchange.py",
-        "        self._finish = self._gather(rows, tag)\n",
-        """        done, lost = self._gather(rows, tag), fragment.lost
-        self._finish = lambda: done() + (0.0 if lost is None else lost / islands)
+        " = self._sum(tag) if is_summed else self._gather(tag)\n",
+        """ = None
+        done, lost = self._gather(tag), fragment.lost
+        self._finish = lambda: done() + (0.0 if lost is None else lost / comm.mesh.world_size)
 """,
         f"{_OUTER}/test_oracle.py::test_two_islands_of_one_rank[8 bits]",
     ),

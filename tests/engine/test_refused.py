@@ -352,7 +352,9 @@ def test_tensors_that_share_memory_are_refused_by_name(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["attribute", "attribute's column", "list"])
 def test_a_plain_attribute_that_is_a_view_of_a_parameter_is_refused_by_name(kind: str) -> None:
-    with pytest.raises(ValueError, match=r"share memory.*'second\.rows?' is no parameter and no buffer.*compute it in"):
+    with pytest.raises(
+        ValueError, match=r"share memory.*'second\.rows?' is neither a parameter nor a buffer.*compute the values in"
+    ):
         zs.shard(Apart(kind))
 
 

@@ -344,7 +344,7 @@ def test_what_is_taken_in_makes_room_for_what_is_put(tmp_path: Path, monkeypatch
         wait_for(lambda: one.exchange() or box.book._last("a") == 2)
         wait_for(lambda: other._source._post.look().here.get("a") == 2)
         for each in (other, one):
-            each.exchange()  # what it offers is refused as long as the mailbox is full, and it takes in what is there
+            each.exchange()  # the full mailbox refuses its change, and it takes in the changes of others
         wait_for(lambda: box.book.base.get("a") == 2)
         wait_for(lambda: box.book._last("b") == 1)
         one.close()

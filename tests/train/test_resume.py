@@ -445,7 +445,7 @@ def test_files_for_exports_stay_whole_on_a_full_disk(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(shutil, "copyfile", refuse)
-    keep_export_files(run)  # what is there already is not written again
+    keep_export_files(run)  # files that are whole are not written again
     source.write_text("other")
     with pytest.raises(OSError, match="No space left"):
         keep_export_files(run)

@@ -182,7 +182,7 @@ def make_plan(
         stage=system.stage if stage is None and residency is None else stage,
         residency=residency,
         activations=activations,
-        offload=system.offload or None if offload is None else offload,
+        offload=system.moved() if offload is None else offload,
         parameters=parameters,
         precision=precision_of_system(system, preset) if precision is None else precision,
         mesh=mesh,

@@ -54,7 +54,7 @@ def reserve(
     Raises:
         ValueError: the disk has too little space; the text has the numbers.
     """
-    states = max((kept_by(one).per_element for one in optimizers), default=0)
+    states = max((kept_by(one).per_element for one in optimizers if stores.far), default=0)
     tensors = [one for unit in units for b in unit.buckets for one in _tensors_of(b, states, is_first=is_first)]
     for store in stores.far.values():
         try:

@@ -50,6 +50,9 @@ __all__ = ["Described", "Request", "check_bucket_count", "check_selections", "de
 
 FormsOf = Callable[[nn.Module, Mesh, bool], Mapping[int, Form]]
 
+PLAIN = frozenset([bool, bytes, float, int, str, type(None)])
+"""Types of values that hold no tensors."""
+
 
 @final
 @dataclass(frozen=True)
@@ -205,10 +208,6 @@ def check_selections(row: Residency, plans: Sequence[UnitPlan], tensor_size: int
     check_activations(row.activations, plans, tensor_size)
 
 
-NUMBERS = frozenset([bool, bytes, float, int, str, type(None)])
-"""Types of values that hold no tensors."""
-
-
 def _refuse_shared_memory(model: nn.Module, mesh: Mesh, ignored: Collection[int]) -> None:
     """Raise if a trained parameter shares memory with another tensor of the model, which would be set apart."""
     registered = dict([*model.named_parameters(), *model.named_buffers()])
@@ -226,8 +225,8 @@ def _refuse_shared_memory(model: nn.Module, mesh: Mesh, ignored: Collection[int]
         if place < last_stop and (trains or is_trained):
             if plain := {last, name} - registered.keys():
                 remedy = (
-                    f"'{plain.pop()}' is no parameter and no buffer, so updates would not reach it: compute it in "
-                    "forward, from the parameter, or clone it if it shall keep these values."
+                    f"'{plain.pop()}' is neither a parameter nor a buffer, so updates would not reach its values: "
+                    "compute the values in forward, from the parameter, or clone the tensor to keep them."
                 )
             else:
                 remedy = (
@@ -257,7 +256,7 @@ def _plain_attributes(model: nn.Module, known: Iterable[torch.Tensor]) -> Iterat
                 seen.add(id(one))
                 if not isinstance(one, torch.Tensor):  # a data set may be millions of numbers
                     inside = one.values() if isinstance(one, dict) else one
-                    values += (each for each in inside if type(each) not in NUMBERS)
+                    values += (each for each in inside if type(each) not in PLAIN)
                 elif type(one) in (torch.Tensor, nn.Parameter) or has_split([type(one)]):
                     yield f"{path}.{key}".removeprefix("."), one
 
