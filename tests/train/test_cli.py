@@ -516,11 +516,11 @@ print(*launch_ranks(2, [], patience_s=9))
 def test_ranks_import_from_where_their_launcher_does(tmp_path):
     """Not from the current folder, with a module named like one of Python's."""
     (tmp_path / "signal.py").write_text("raise SystemExit(0)")
-    assert _launch(tmp_path, "print('here')") == ("here\nhere\n0 \n", "")
+    assert _launch(tmp_path, "os.write(1, b'here\\n')") == ("here\nhere\n0 \n", "")
 
 
 def test_ignored_signals_stay_ignored_by_launcher_and_ranks(tmp_path):
-    rank = "[os.kill(one, signal.SIGHUP) for one in (os.getppid(), os.getpid())]; time.sleep(1); print('went on')"
+    rank = "[os.kill(one, signal.SIGHUP) for one in (os.getppid(), os.getpid())]; time.sleep(1); os.write(1, b'went on\\n')"
     ignores = "signal.signal(signal.SIGHUP, signal.SIG_IGN)"
     assert _launch(tmp_path, rank, ignores) == ("went on\nwent on\n0 \n", "")
 
