@@ -520,7 +520,8 @@ def test_ranks_import_from_where_their_launcher_does(tmp_path):
 
 
 def test_ignored_signals_stay_ignored_by_launcher_and_ranks(tmp_path):
-    rank = "[os.kill(one, signal.SIGHUP) for one in (os.getppid(), os.getpid())]; time.sleep(1); os.write(1, b'went on\\n')"
+    kill = "[os.kill(one, signal.SIGHUP) for one in (os.getppid(), os.getpid())]"
+    rank = f"{kill}; time.sleep(1); os.write(1, b'went on\\n')"
     ignores = "signal.signal(signal.SIGHUP, signal.SIG_IGN)"
     assert _launch(tmp_path, rank, ignores) == ("went on\nwent on\n0 \n", "")
 

@@ -28,7 +28,7 @@ from zeroshard.store.ahead import Waitable
 from zeroshard.store.stores import Stores, moves
 from zeroshard.table.spec import BucketSpec
 from zeroshard.table.trace import Ledger
-from zeroshard.torch_private import WeakStorage
+from zeroshard.torch_private import WeakStorage, raw_data, version_of
 from zeroshard.wire.buffers import Pool
 from zeroshard.wire.comm import Comm, Tag
 from zeroshard.wire.memory import OwnMemory
@@ -92,6 +92,8 @@ class Bucket(Ending):
         """The optimizer's values: the parameters, or the masters of the parameters."""
         if spec.has_masters:
             self._masters = self._store.zeros(spec.states[1] - spec.states[0], dtypes.master)
+        self._entries, self._followed = raw_data(self._masters), 0
+        """The same memory, whose version counts writes to the optimizer's entries alone, and the last one copied."""
         self._rooms: dict[tuple[Hashable, torch.dtype], Tensor] = {}
         self.parameters: list[torch.nn.Parameter] = []
         """The model's parameters that are views of the bucket, in order."""
@@ -195,6 +197,7 @@ class Bucket(Ending):
             is_filed_done: whether this was done already where masters or parameters are in a file.
         """
         self.updates += 1
+        self._followed = version_of(self._entries)
         is_done = is_filed_done and (self._home.is_filed or self._store.is_filed)
         if self.spec.has_masters and not is_done and self.updating is None:
             self._follow()
@@ -239,6 +242,7 @@ class Bucket(Ending):
         """Replace masters on the device, if they are separate from parameters, by tensors of the same values."""
         if self.spec.has_masters and self.spec.row.states.is_on_device:
             self._masters = move(self._masters)
+            self._entries.data = self._masters
 
     def array(self, key: Hashable = None, dtype: torch.dtype | None = None) -> Tensor:
         """Return the offloaded masters, or an offloaded state, which is allocated at its first use."""
@@ -257,7 +261,14 @@ class Bucket(Ending):
 
     def entry(self, index: int) -> Tensor:
         """Return the optimizer's entry of parameter `index`."""
-        return self._store.entry(self.master(index))
+        start, stop = self.master_range(index)
+        return self._store.entry(self._entries[start - self.spec.states[0] : stop - self.spec.states[0]])
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether code has written to the optimizer's entries since parameters followed them."""
+        version: int = version_of(self._entries)
+        return version != self._followed
 
     def count_update(self) -> None:
         """Count an update of parameters that stay whole in the versions that autograd checks."""

@@ -16,7 +16,6 @@ from typing import Any, Self, final
 
 import torch
 
-from zeroshard import torch_private
 from zeroshard.core.gradient import assign, master_gradient, part_of
 from zeroshard.core.slot import Slot, slot_of
 from zeroshard.torch_private import DisabledFunction, version_of
@@ -37,12 +36,17 @@ class MasterSlice(torch.nn.Parameter):
     @property
     def data(self) -> Tensor:
         """This rank's master values. Others that code assigns return to the bucket at a step, and after it."""
-        return torch_private.raw_data(self)
+        slot_of(self).bucket.await_update()
+        return self.detach()  # which shares the version, so that writes outside a step are noticed
 
     @data.setter
     def data(self, value: Tensor) -> None:
         self.__dict__["_replaced"].add(self)
         Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
+
+    def renew(self) -> None:
+        """Be a view of the bucket's present memory again."""
+        Tensor.data.__set__(self, slot_of(self).bucket.entry(slot_of(self).index))  # type: ignore[attr-defined]
 
     @property
     def grad(self) -> Tensor | None:

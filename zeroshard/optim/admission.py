@@ -117,9 +117,8 @@ def _refuse(optimizer: torch.optim.Optimizer) -> None:
     except AttributeError:
         raise ValueError(
             f"{name} wraps an optimizer without the constructor of torch.optim.Optimizer, so its steps run no hooks. "
-            "If it changes no parameters itself, give zeroshard the optimizer inside; if it does, as Lookahead, with "
-            "stage=0 and precision='fp32', since parameters at other stages follow changes inside the inner step() "
-            "alone. Or let its constructor call super().__init__(params, defaults)."
+            "Give zeroshard the optimizer inside: its groups then have what the wrapper may change after each step, as "
+            "Lookahead does. Or let its constructor call super().__init__(params, defaults)."
         ) from None
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     is_needed = closure is not None and closure.default is inspect.Parameter.empty

@@ -179,6 +179,7 @@ class _Step:
             Kind.SEND_OUTPUT: self._send_output,
             Kind.SEND_GRADIENT: self._messages.send_gradient,
         }
+        engine.follow_entries()
         if self._has_grad:
             engine.learn()  # an error of the last step is not one of this step
             self._runner.tied.check_dropped()

@@ -216,6 +216,7 @@ class RefuseSave(Hook):
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         """Raise unless parameters are gathered."""
+        self._engine.refuse_entries("state_dict()")
         self._engine.learn()
         self._engine.await_published()
         if self._engine.gathered is None and not self._is_whole:

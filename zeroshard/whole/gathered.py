@@ -41,6 +41,7 @@ def gathered(
     """
     if engine.gathered is not None:
         raise RuntimeError(f"{engine.mesh} gathered() inside gathered(): the parameters are already gathered.")
+    engine.follow_entries()
     engine.leave_passes("gathered()")
     parameters = parameters_of(engine)
     # What is allocated in inference mode has no version, by which changes are found, and cannot be changed later.
