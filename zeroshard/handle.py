@@ -53,8 +53,8 @@ from zeroshard.whole.average import Average, count_averages
 from zeroshard.whole.copies import check_copies
 from zeroshard.whole.detach import detach
 from zeroshard.whole.gathered import gathered
-from zeroshard.whole.masters import watch_entries
 from zeroshard.whole.moved import move_states_away, move_states_back
+from zeroshard.whole.written import watch_written
 from zeroshard.wire.mesh import Mesh
 
 __all__ = ["Zero"]
@@ -89,7 +89,7 @@ class Zero:
         self._chosen = [described.chosen] if described.chosen else []
         if described.chosen and engine.mesh.rank == 0:
             logging.getLogger(__name__).info(described.chosen)
-        watch_entries(engine, self._sharded)
+        watch_written(engine, self._sharded)
         self._islands = start.islands(engine, described.model, self._sharded)
         self._together = start.saved_as_one
         self._saver = Saver(engine, described.model, self._sharded, self._together)

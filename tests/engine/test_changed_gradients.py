@@ -21,6 +21,7 @@ import zeroshard as zs
 from tests import models
 from tests.oracle import STAGES, Run, Sharded, assert_matches, assert_same, run_cases
 from tests.rotation import third
+from zeroshard.testing import run_ranks
 from zeroshard.update import background
 
 STEPS = 5
@@ -216,3 +217,26 @@ def test_gradients_that_are_converted_for_an_update_keep_its_changes(tmp_path: P
     cases += [(2, str(tmp_path), ("foreach",), False), (3, "in the background", ("foreach",), False)]
     cases += [(0, None, sliced, True)]
     run_cases(converted, 2, third(cases))
+
+
+def assign_data() -> None:
+    """Mask gradients by an assignment to their `.data`, also before another backward adds to them."""
+    plain, model = models.build(models.Stack), models.build(models.Stack)
+    ours, theirs = (torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, plain))
+    zs.shard(model, ours, stage=0)
+    for one, optimizer in ((model, ours), (plain, theirs)):
+        for _ in range(2):
+            for _ in range(2):
+                one(torch.ones(2, 5)).square().mean().backward()
+                for p in one.parameters():
+                    assert p.grad is not None
+                    p.grad.data = p.grad.data * (torch.arange(p.numel()).view_as(p) % 2)
+            optimizer.step()
+            optimizer.zero_grad()
+    for p, q in zip(plain.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(p.detach(), q.detach())
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_data_that_code_assigns_to_whole_gradients_is_used(world: int) -> None:
+    run_ranks(assign_data, world)

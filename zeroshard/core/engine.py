@@ -95,8 +95,9 @@ class Engine(Ending):
         self.check_caller: Callable[[], None] = lambda: None
         """Called before each backward, and before gradients are assigned; see `parallel/pipe.py`."""
         self.follow_entries: Callable[[], None] = lambda: None
-        self.refuse_entries: Callable[[str], None] = lambda what: None
-        """Has parameters follow what code wrote to optimizers' entries outside steps, or raises; `whole/masters.py`."""
+        """Has parameters follow what code has written to optimizers' entries outside steps; see `whole/written.py`."""
+        self.check_written: Callable[[], None] = lambda: None
+        """Called before each backward."""
         self.check_tied: Callable[[str], None] = lambda what: None
         """Compares parameters that several places of a pipe have, after what user code did."""
         self.check_forward: Callable[[str, Any], None] = lambda name, inputs: None
@@ -359,7 +360,7 @@ class Engine(Ending):
             self.lane.check("a part of the backward")
             return
         self.check_caller()
-        self.refuse_entries("The backward")
+        self.check_written()
         self.lane.begin("the backward")
         refuse_reentrant()
         self.learn()

@@ -43,6 +43,7 @@ class MasterSlice(torch.nn.Parameter):
     def data(self, value: Tensor) -> None:
         self.__dict__["_replaced"].add(self)
         Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
+        torch.autograd.graph.increment_version(self)
 
     def renew(self) -> None:
         """Be a view of the bucket's present memory again."""
@@ -59,6 +60,8 @@ class MasterSlice(torch.nn.Parameter):
         if not (grads.is_known(index) or slot.has_grad) or (owner is not None and owner.is_skipping):
             return None
         part = part_of(slot)
+        if (shown := slot.grad_view) is not None and slot.is_whole and shown.data_ptr() != part.data_ptr():
+            slot.keep_shown()
         if grads.dtype is self.dtype and not slot.crosses:
             return part
         # Optimizers need one dtype: gradients in another dtype are converted for the update, once per step.

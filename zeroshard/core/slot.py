@@ -156,6 +156,20 @@ class Slot:
     def __reduce__(self) -> NoReturn:
         raise TypeError(f"'{self.name}' is sharded, so its optimizer cannot be pickled. Call zero.save(path).")
 
+    def keep_shown(self) -> None:
+        """Copy what code has assigned to `.data` of a whole gradient into the bucket, of which it is a view."""
+        if not self.is_whole or (shown := self.grad_view) is None:
+            return
+        held = self.bucket.grads.view(self.index)
+        if type(shown) is torch.Tensor and shown.data_ptr() != held.data_ptr():
+            if shown.shape != held.shape:
+                raise RuntimeError(
+                    f"The data of the gradient of '{self.name}' must have shape {tuple(held.shape)}; got "
+                    f"{tuple(shown.shape)}."
+                )
+            held.copy_(shown)
+            shown.data, self.bucket.grads.is_suspect = held, True
+
     def living_owner(self) -> "Owner":
         """Return the owner.
 

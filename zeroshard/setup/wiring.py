@@ -30,6 +30,7 @@ from zeroshard.setup.graphs import RefuseGraphs
 from zeroshard.setup.heads import AddInPlace
 from zeroshard.setup.request import Described
 from zeroshard.torch_private import IGNORED_BY_DDP
+from zeroshard.whole.written import refuse_ahead
 
 __all__ = ["wire"]
 
@@ -216,7 +217,7 @@ class RefuseSave(Hook):
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         """Raise unless parameters are gathered."""
-        self._engine.refuse_entries("state_dict()")
+        refuse_ahead(self._engine, "state_dict()")
         self._engine.learn()
         self._engine.await_published()
         if self._engine.gathered is None and not self._is_whole:

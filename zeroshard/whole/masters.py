@@ -4,16 +4,12 @@ Owns the copy after a change by a checkpoint, an average or islands, and the ref
 It must not know the code that changes masters. Read `core/buffer.py` (`Bucket.follow_masters`) first.
 """
 
-import weakref
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
 
 from zeroshard.core.buffer import Bucket
 from zeroshard.core.engine import Engine
-from zeroshard.core.slot import slot_of
-from zeroshard.update.optimizer import ShardedOptimizer
 
-__all__ = ["check_trained", "follow_masters", "left_out", "trained_since", "watch_entries"]
+__all__ = ["check_trained", "follow_masters", "left_out", "trained_since"]
 
 
 def left_out(engine: Engine) -> dict[Bucket, int]:
@@ -52,46 +48,3 @@ def follow_masters(engine: Engine) -> None:
             pending.wait()
         for bucket in unit.buckets:
             bucket.count_update()
-
-
-def watch_entries(engine: Engine, optimizers: Sequence[ShardedOptimizer]) -> None:
-    """Have parameters follow what code writes to the entries of optimizers outside steps (Lookahead, a hook).
-
-    They follow before the next forward. Ranks wait for each other there, so one that has written alone raises.
-    """
-    owner, mesh = weakref.ref(engine), engine.mesh
-    buckets = [bucket for unit in engine.units for bucket in unit.buckets]
-
-    def name() -> str:
-        """Return the name of a parameter that is behind its entry, or has a neighbour that is; "" if none is."""
-        for one in optimizers:
-            for master in one.replaced:
-                return slot_of(master).name
-        return next((bucket.spec.names[0] for bucket in buckets if bucket.is_ahead), "")
-
-    def follow() -> None:
-        if (behind := name()) and (living := owner()) is not None:
-            if any(bucket.is_ahead and bucket.updating is not None for bucket in buckets):
-                raise RuntimeError(
-                    f"{mesh} Code has written to the optimizer's entries ('{behind}' first) while their update ran in "
-                    "the background. Write to `entry.data`, which waits for it."
-                )
-            for one in optimizers:
-                one.return_replaced()
-            follow_masters(living)
-
-    def refuse(what: str) -> None:
-        if behind := name():
-            raise RuntimeError(
-                f"{mesh} {what} after code has written to the optimizer's entries ('{behind}' first), which parameters "
-                "follow at the next forward. Write to them between a step and the forward; enter `with "
-                "zero.gathered():`, on every rank, to read parameters before it."
-            )
-
-    check = engine.check_forward
-
-    def before_forward(called: str, inputs: Any) -> None:
-        check(called, inputs)
-        follow()
-
-    engine.follow_entries, engine.refuse_entries, engine.check_forward = follow, refuse, before_forward

@@ -1,0 +1,63 @@
+"""What code writes to the optimizer's entries and to `.data` of gradients outside steps.
+
+Owns when parameters and held gradients follow. It must not know passes. Read `core/slices.py` first.
+
+Note: entries that are ahead
+    An entry is a view of a bucket's masters, whose version counts writes to entries alone. Lookahead, a decay by hand
+    or a hook after a step write to them; parameters are then behind, on other ranks or in their own format. Before the
+    next forward every rank copies and gathers all parameters. Ranks wait for each other there, so a write on one rank
+    alone ends in an error. A backward whose forward had other values raises.
+"""
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+from zeroshard.core.engine import Engine
+from zeroshard.update.optimizer import ShardedOptimizer
+from zeroshard.whole.masters import follow_masters
+
+__all__ = ["refuse_ahead", "watch_written"]
+
+
+def refuse_ahead(engine: Engine, what: str) -> None:
+    """Raise RuntimeError if parameters are behind the optimizer's entries."""
+    names = [bucket.spec.names[0] for unit in engine.units for bucket in unit.buckets if bucket.is_ahead]
+    if names:
+        raise RuntimeError(
+            f"{engine.mesh} {what} after code has written to the optimizer's entries (near '{names[0]}' first), which "
+            "parameters follow at the next forward. Write to them between a step and the forward; enter `with "
+            "zero.gathered():`, on every rank, to read parameters before it."
+        )
+
+
+def watch_written(engine: Engine, optimizers: Sequence[ShardedOptimizer]) -> None:
+    """Have the engine ask, before forwards and backwards, what code has written."""
+    owner, check_forward = weakref.ref(engine), engine.check_forward
+    buckets = [bucket for unit in engine.units for bucket in unit.buckets]
+    slots = [slot for unit in engine.units for slot in unit.slots if slot.is_whole]
+
+    def follow() -> None:
+        if not any(bucket.is_ahead for bucket in buckets) or (living := owner()) is None:
+            return
+        for bucket in buckets:
+            if bucket.is_ahead and bucket.updating is not None:
+                raise RuntimeError(
+                    f"{living.mesh} Code has written to the optimizer's entries (near '{bucket.spec.names[0]}' first) "
+                    "while their update ran in the background. Write to `entry.data`, which waits for it."
+                )
+        for one in optimizers:
+            one.return_replaced()
+        follow_masters(living)
+
+    def before_forward(name: str, inputs: Any) -> None:
+        check_forward(name, inputs)
+        follow()
+
+    def before_backward() -> None:
+        if (living := owner()) is not None:
+            refuse_ahead(living, "The backward")
+        for slot in slots:
+            slot.keep_shown()
+
+    engine.follow_entries, engine.check_forward, engine.check_written = follow, before_forward, before_backward
