@@ -7,6 +7,7 @@ Source: the models' public configurations; for the ZeRO paper's models its table
 """
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -230,6 +231,8 @@ def shape_named(name: str) -> Transformer:
     Raises:
         ValueError: no shape has this name.
     """
+    if name not in SHAPES and (name.endswith(".json") or os.sep in name):
+        raise ValueError(f"There is no file or folder {name!r}. Pass a config.json or its folder, or a shape's name.")
     if name not in SHAPES:
         raise ValueError(
             f"No shape is named {name!r}. Known shapes: {', '.join(SHAPES)}. Or pass a config.json or its folder, a "
