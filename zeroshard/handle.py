@@ -89,7 +89,7 @@ class Zero:
         self._chosen = [described.chosen] if described.chosen else []
         if described.chosen and engine.mesh.rank == 0:
             logging.getLogger(__name__).info(described.chosen)
-        watch_written(engine, self._sharded)
+        watch_written(engine)
         self._islands = start.islands(engine, described.model, self._sharded)
         self._together = start.saved_as_one
         self._saver = Saver(engine, described.model, self._sharded, self._together)

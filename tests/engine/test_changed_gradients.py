@@ -219,24 +219,36 @@ def test_gradients_that_are_converted_for_an_update_keep_its_changes(tmp_path: P
     run_cases(converted, 2, third(cases))
 
 
-def assign_data() -> None:
-    """Mask gradients by an assignment to their `.data`, also before another backward adds to them."""
+def halve(p: nn.Parameter) -> None:
+    """Assign half of a gradient to its `.data`, of a matrix with other strides."""
+    assert p.grad is not None
+    half = p.grad.data * 0.5
+    p.grad.data = half.mT.contiguous().mT if p.dim() == 2 else half
+
+
+def assign_data(keeps: bool, precision: Any) -> None:
+    """Assign to `.data` of gradients before another backward adds to them, and before the step."""
     plain, model = models.build(models.Stack), models.build(models.Stack)
     ours, theirs = (torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, plain))
-    zs.shard(model, ours, stage=0)
-    for one, optimizer in ((model, ours), (plain, theirs)):
-        for _ in range(2):
+    zero = zs.shard(model, ours, stage=0, precision=precision)
+    for _ in range(2):
+        for one, optimizer in ((model, ours), (plain, theirs)):
+            optimizer.zero_grad(set_to_none=not keeps)
             for _ in range(2):
                 one(torch.ones(2, 5)).square().mean().backward()
                 for p in one.parameters():
-                    assert p.grad is not None
-                    p.grad.data = p.grad.data * (torch.arange(p.numel()).view_as(p) % 2)
+                    halve(p)
             optimizer.step()
-            optimizer.zero_grad()
+        norm = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+        for p in model.parameters():
+            halve(p)
+        torch.testing.assert_close(zero.grad_norm(), norm / 2)
+    rtol, atol = (1e-5, 1e-6) if precision == "fp32" else (0.02, 0.01)
     for p, q in zip(plain.parameters(), model.parameters(), strict=True):
-        torch.testing.assert_close(p.detach(), q.detach())
+        torch.testing.assert_close(p.detach(), q.detach(), rtol=rtol, atol=atol, check_dtype=False)
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_data_that_code_assigns_to_whole_gradients_is_used(world: int) -> None:
-    run_ranks(assign_data, world)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(("world", "keeps"), [(1, True), (1, False), (2, True), (2, False)])
+def test_data_that_code_assigns_to_whole_gradients_is_used(world: int, keeps: bool, precision: str) -> None:
+    run_ranks(assign_data, world, keeps, precision)

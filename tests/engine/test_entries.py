@@ -1,6 +1,8 @@
 """What code writes to the optimizer's entries outside its steps: parameters follow before the next forward."""
 
 import functools
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -33,7 +35,7 @@ def write(optimizer: torch.optim.Optimizer, slow: list[torch.Tensor], way: str) 
     slow[:] = slow or [entry.detach().clone() for entry in entries]
     if way == "foreach":
         torch._foreach_mul_(entries, much)
-    for entry, before in zip(entries, slow, strict=True) if way in ("data", "assign", "written") else ():
+    for entry, before in zip(entries, slow, strict=True) if much == 0.5 else ():
         before.lerp_(entry.data if way == "data" else entry, much)
         if way == "assign":
             entry.data = before.clone()
@@ -127,3 +129,74 @@ def test_what_parameters_do_not_follow_yet_is_refused(where: str) -> None:
 def test_a_write_on_one_rank_ends_in_an_error_on_all() -> None:
     for text in run_ranks(write_between, WORLD, 1, "one rank"):
         assert "RankMismatchError" in text
+
+
+def read_after(what: str, folder: str) -> None:
+    """Assign to entries, and read whole parameters in another way than by a forward."""
+    model, optimizer = make()
+    zero = zs.shard(model, optimizer, stage=1)
+    average = zero.ema(0.5)
+    model(torch.ones(2, 8)).square().mean().backward()
+    optimizer.step()
+    for entry in entries_of(optimizer):
+        entry.data = torch.full_like(entry, 0.25)
+    if what == "save":
+        zero.save(folder)
+        entries_of(optimizer)[0].data.zero_()
+        zero.load(folder)
+    elif what == "average":
+        with average.swapped():
+            pass
+    elif what == "moves":
+        zero.offload_states()
+        zero.reload_states()
+    elif what == "step":
+        optimizer.zero_grad()
+        optimizer.step()
+    if what == "detach":
+        zero.detach()
+    else:
+        model(torch.ones(2, 8))
+        assert torch.equal(next(model.parameters()), torch.full((16, 8), 0.25))
+    with zero.gathered() if what != "detach" else nullcontext():
+        assert all(torch.equal(one, torch.full_like(one, 0.25)) for one in model.parameters())
+
+
+@pytest.mark.parametrize("what", ["save", "average", "moves", "step", "detach"])
+def test_assigned_values_are_those_of_what_reads_masters(what: str, tmp_path: Path) -> None:
+    run_ranks(read_after, WORLD, what, str(tmp_path / "step-1"))
+
+
+def test_entries_in_a_file_say_where_values_are(tmp_path: Path) -> None:
+    model, optimizer = make()
+    zs.shard(model, optimizer, stage=1, offload=str(tmp_path))
+    entry = entries_of(optimizer)[0]
+    with pytest.raises(RuntimeError, match=r"'0\.weight' and its neighbours are in a file.*gathered\(writeback=True\)"):
+        entry.data.mul_(2)
+    with pytest.raises(RuntimeError, match="are in a file"):
+        entry.data = torch.zeros_like(entry)
+    assert entry.norm().isnan()
+
+
+def test_entries_stay_in_their_bucket() -> None:
+    model, optimizer = make()
+    zs.shard(model, optimizer, stage=1)
+    with pytest.raises(RuntimeError, match=r"set_\(\) of the optimizer's slice of '0\.weight'.*entry\.data = values"):
+        entries_of(optimizer)[0].set_(torch.zeros(4))
+    with pytest.raises(RuntimeError, match=r"'0\.weight' must have shape \(128,\) here; got \(16, 8\)"):
+        entries_of(optimizer)[0].data = torch.zeros(16, 8)
+
+
+def call_rank_0_alone() -> None:
+    """Write to entries that are the parameters, and evaluate on one rank, as with DistributedDataParallel."""
+    model, optimizer = make()
+    zero = zs.shard(model, optimizer, stage=0)
+    entries_of(optimizer)[0].data.mul_(2)
+    if zero.mesh.rank == 0:
+        with torch.no_grad():
+            model(torch.ones(2, 8))
+    model(torch.ones(2, 8)).sum().backward()
+
+
+def test_entries_that_are_the_parameters_need_no_other_rank() -> None:
+    run_ranks(call_rank_0_alone, WORLD)

@@ -94,6 +94,8 @@ class Bucket(Ending):
             self._masters = self._store.zeros(spec.states[1] - spec.states[0], dtypes.master)
         self._entries, self._followed = raw_data(self._masters), 0
         """The same memory, whose version counts writes to the optimizer's entries alone, and the last one copied."""
+        self._is_never_ahead = spec.is_whole and spec.updates_all and not spec.has_masters
+        """Whether entries are the parameters themselves."""
         self._rooms: dict[tuple[Hashable, torch.dtype], Tensor] = {}
         self.parameters: list[torch.nn.Parameter] = []
         """The model's parameters that are views of the bucket, in order."""
@@ -267,8 +269,20 @@ class Bucket(Ending):
     @property
     def is_ahead(self) -> bool:
         """Whether code has written to the optimizer's entries since parameters followed them."""
-        version: int = version_of(self._entries)
-        return version != self._followed
+        return not self._is_never_ahead and version_of(self._entries) != self._followed
+
+    def let_read(self, what: str) -> None:
+        """Wait for a background update before code reads the optimizer's entries.
+
+        Raises:
+            RuntimeError: their values are in a file.
+        """
+        if self._store.is_filed:
+            raise RuntimeError(
+                f"{what}: the master values of '{self.spec.names[0]}' and its neighbours are in a file. Read and write "
+                "parameters in `with zero.gathered(writeback=True):`, on every rank, instead."
+            )
+        self.await_update()
 
     def count_update(self) -> None:
         """Count an update of parameters that stay whole in the versions that autograd checks."""

@@ -31,6 +31,7 @@ class LocalNorms:
 
     def __init__(self, slots: Sequence[Slot]) -> None:
         self._slots, self._count = [slot for slot in slots if slot.is_own], len(slots)
+        self._whole = [slot for slot in slots if slot.is_whole]
         self._buckets = {id(slot.bucket): slot.bucket for slot in slots}.values()
         self._device = slots[0].bucket.device if slots else None
         self._known: dict[tuple[float, torch.dtype | None], Tensor] = {}
@@ -42,6 +43,9 @@ class LocalNorms:
     def known(self, p: float, dtype: torch.dtype | None) -> Tensor | None:
         """Return norms that were kept; None after gradients have changed."""
         # Full gradients are plain tensors that clipping changes without a hook; torch counts the changes.
+        for slot in self._whole:
+            if slot.grad_view is not None:
+                slot.keep_shown()
         if self._count_changes() != self._counted:
             self.forget()
         return self._known.get((p, dtype))

@@ -6,13 +6,13 @@ gradient") first.
 Note: assignments to `.data`
     A slice is a view of its bucket. An optimizer may compute new values and assign them (`p.data = p.data - update`),
     and slices are then tensors of their own. Only slices that were assigned to are looked at, after the step
-    (`ShardedOptimizer`), so other optimizers pay nothing.
+    (`ShardedOptimizer`), so other optimizers pay nothing. Outside a step the values are copied into the bucket.
 """
 
 from collections import defaultdict
 from collections.abc import Callable, MutableMapping
 from functools import wraps
-from typing import Any, Self, final
+from typing import Any, NoReturn, Self, final
 
 import torch
 
@@ -20,7 +20,7 @@ from zeroshard.core.gradient import assign, master_gradient, part_of
 from zeroshard.core.slot import Slot, slot_of
 from zeroshard.torch_private import DisabledFunction, version_of
 
-__all__ = ["MasterSlice", "States", "make_master"]
+__all__ = ["MasterSlice", "States", "make_master", "point_at"]
 
 Tensor = torch.Tensor
 
@@ -35,19 +35,30 @@ class MasterSlice(torch.nn.Parameter):
 
     @property
     def data(self) -> Tensor:
-        """This rank's master values. Others that code assigns return to the bucket at a step, and after it."""
-        slot_of(self).bucket.await_update()
+        """This rank's master values. Others that a step assigns return to the bucket after it."""
+        slot_of(self).bucket.let_read("entry.data")
         return self.detach()  # which shares the version, so that writes outside a step are noticed
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        self.__dict__["_replaced"].add(self)
-        Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
-        torch.autograd.graph.increment_version(self)
+        slot = slot_of(self)
+        if (owner := slot.owner()) is None or owner.is_updating:
+            self.__dict__["_replaced"].add(self)
+            point_at(self, value)
+            return
+        if value.shape != self.shape:
+            raise RuntimeError(
+                f"{owner.mesh} The data of the optimizer's slice of '{slot.name}' must have shape {tuple(self.shape)} "
+                f"here; got {tuple(value.shape)}."
+            )
+        self.data.copy_(value)
 
-    def renew(self) -> None:
-        """Be a view of the bucket's present memory again."""
-        Tensor.data.__set__(self, slot_of(self).bucket.entry(slot_of(self).index))  # type: ignore[attr-defined]
+    def set_(self, *_: Any) -> NoReturn:
+        """Raise: the slice would leave its bucket."""
+        raise RuntimeError(
+            f"set_() of the optimizer's slice of '{slot_of(self).name}' would take it out of its bucket: write "
+            "`entry.data = values`, or change it in place."
+        )
 
     @property
     def grad(self) -> Tensor | None:
@@ -60,8 +71,9 @@ class MasterSlice(torch.nn.Parameter):
         if not (grads.is_known(index) or slot.has_grad) or (owner is not None and owner.is_skipping):
             return None
         part = part_of(slot)
-        if (shown := slot.grad_view) is not None and slot.is_whole and shown.data_ptr() != part.data_ptr():
+        if (shown := slot.grad_view) is not None and slot.is_whole and slot.is_moved(shown, part):
             slot.keep_shown()
+            part = part_of(slot)
         if grads.dtype is self.dtype and not slot.crosses:
             return part
         # Optimizers need one dtype: gradients in another dtype are converted for the update, once per step.
@@ -112,6 +124,11 @@ def make_master(slot: Slot, replaced: set[MasterSlice]) -> MasterSlice:
     master.__dict__.update(_zeroshard=slot, _replaced=replaced)
     assert isinstance(master, MasterSlice)
     return master
+
+
+def point_at(master: Tensor, values: Tensor) -> None:
+    """Have an entry show other memory, such as its bucket's."""
+    Tensor.data.__set__(master, values)  # type: ignore[attr-defined]
 
 
 def _checked(method: Callable[..., Any]) -> Any:

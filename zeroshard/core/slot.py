@@ -156,19 +156,24 @@ class Slot:
     def __reduce__(self) -> NoReturn:
         raise TypeError(f"'{self.name}' is sharded, so its optimizer cannot be pickled. Call zero.save(path).")
 
+    def is_moved(self, shown: Tensor, used: Tensor) -> bool:
+        """Return whether code has assigned to `.data` of a whole gradient, so that it is not what an update uses."""
+        return shown.data_ptr() != used.data_ptr() or shown.stride() != self.bucket.places.strides[self.index]
+
     def keep_shown(self) -> None:
-        """Copy what code has assigned to `.data` of a whole gradient into the bucket, of which it is a view."""
-        if not self.is_whole or (shown := self.grad_view) is None:
+        """Hold what code has assigned to `.data` of a whole gradient, which was a view of what is held."""
+        shown, grads, places, index = self.grad_view, self.bucket.grads, self.bucket.places, self.index
+        if not self.is_whole or type(shown) is not torch.Tensor or not grads.is_known(index):
             return
-        held = self.bucket.grads.view(self.index)
-        if type(shown) is torch.Tensor and shown.data_ptr() != held.data_ptr():
-            if shown.shape != held.shape:
-                raise RuntimeError(
-                    f"The data of the gradient of '{self.name}' must have shape {tuple(held.shape)}; got "
-                    f"{tuple(shown.shape)}."
-                )
-            held.copy_(shown)
-            shown.data, self.bucket.grads.is_suspect = held, True
+        known = [one for one in (grads.part(index), self.master_grad) if one is not None]
+        if shown.dtype is grads.dtype and not any(self.is_moved(shown, one) for one in known):
+            return
+        if (given := tuple(shown.shape)) != (shape := places.shapes[index]):
+            raise RuntimeError(f"The data of the gradient of '{self.name}' must have shape {shape}; got {given}.")
+        value = places.dense(index, shown.detach().to(grads.dtype))
+        if (held := grads.view(index)) is not shown:
+            value = held.copy_(value)
+        shown.data, grads.is_suspect, self.master_grad, self.wide = value, True, None, None
 
     def living_owner(self) -> "Owner":
         """Return the owner.

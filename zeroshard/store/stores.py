@@ -258,8 +258,8 @@ class FileStore(FarStore):
         return f"a {kind}, whose files lie in memory of the host. Give a folder on a disk, or write offload='host'."
 
     def entry(self, masters: Tensor) -> Tensor:
-        """See `Store`: a tensor of the same shape without values."""
-        return torch.empty(1, dtype=masters.dtype, device="cpu").expand(masters.shape)
+        """See `Store`: a tensor of the same shape without values, which shows in what is computed from it."""
+        return torch.full((1,), float("nan"), dtype=masters.dtype, device="cpu").expand(masters.shape)
 
     @property
     def takes_time(self) -> bool:

@@ -23,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 from zeroshard.core.dtypes import round_at_random
 from zeroshard.core.engine import Engine
 from zeroshard.core.guard import Answer
-from zeroshard.core.slices import MasterSlice, States, make_master
+from zeroshard.core.slices import MasterSlice, States, make_master, point_at
 from zeroshard.core.slot import Slot, free, slot_of
 from zeroshard.core.states import Presence
 from zeroshard.core.unit import Unit
@@ -75,7 +75,7 @@ class ShardedOptimizer:
         self._fresh: list[Tensor] = []
         self._slices: dict[Slot, MasterSlice] = {}
         """The slice of each parameter that was ever in a group, in an order that is equal on all ranks."""
-        self.replaced: set[MasterSlice] = set()
+        self._replaced: set[MasterSlice] = set()
         """Slices to whose `.data` anybody has assigned since the last step."""
         free([slot_of(parameter) for group in optimizer.param_groups for parameter in group["params"]], optimizer)
         source.plan(optimizer.param_groups)
@@ -149,7 +149,7 @@ class ShardedOptimizer:
             slot = slot_of(parameter)
             slot.bucket.has_states = True
             slot.counters = self.kept.counters
-            left, master = self._slices.get(slot), make_master(slot, self.replaced)
+            left, master = self._slices.get(slot), make_master(slot, self._replaced)
             masters.append(master)
             self._slices[slot] = master
             if parameter in state:
@@ -251,7 +251,7 @@ class ShardedOptimizer:
                 raise guard.error(name, scale)
             guard.note_skipped(name, self.steps)
         engine.begin_update(is_skipped=is_stopped)
-        self.return_replaced()
+        self._return()
         self._widen()
         self._fresh = [] if is_stopped else guard.arm(optimizer, masters)
         if not is_stopped:
@@ -274,18 +274,18 @@ class ShardedOptimizer:
         for master, slot in self._stochastic():
             place = slot.bucket.master_range(slot.index)[0] - slot.bucket.layout.offsets[slot.index]
             seed = zlib.crc32(f"{slot.name} {self.steps}".encode())
-            narrow = slot.bucket.master(slot.index).copy_(round_at_random(master.data, place, seed))
+            narrow = slot.bucket.master(slot.index).copy_(round_at_random(master.detach(), place, seed))
             self._engine.ledger.add("transient", -master.nbytes * slot.bucket.spec.row.states.is_on_device)
-            master.data = narrow
+            point_at(master, narrow)
 
-    def return_replaced(self) -> None:
-        """Copy values that code has assigned to `.data` of slices into their buckets, of which slices are views."""
-        for master, slot in [(master, slot_of(master)) for master in self.replaced]:
+    def _return(self) -> None:
+        """Copy values that the step has assigned to `.data` of slices into their buckets, of which slices are views."""
+        for master, slot in [(master, slot_of(master)) for master in self._replaced]:
             is_wide = slot.bucket.dtypes.is_stochastic and master.dtype == torch.float32  # of a step that failed
             if not is_wide and master.data_ptr() != (kept := slot.bucket.master(slot.index)).data_ptr():
-                kept.copy_(master.data)
-                master.renew()
-        self.replaced.clear()
+                kept.copy_(master.detach())
+                point_at(master, slot.bucket.entry(slot.index))
+        self._replaced.clear()
 
     def _stochastic(self) -> list[tuple[Tensor, Slot]]:
         return [(master, slot) for master in self.masters if (slot := slot_of(master)).bucket.dtypes.is_stochastic]
@@ -298,7 +298,7 @@ class ShardedOptimizer:
         self.put_back()
         self.steps += 1
         self._round()
-        self.return_replaced()
+        self._return()
         engine = self._engine
         has_overflowed = engine.end_update()
         answer = engine.guard.finish(optimizer)

@@ -20,7 +20,7 @@ import torch
 
 from zeroshard.core.buffer import Bucket
 from zeroshard.core.engine import Engine
-from zeroshard.core.slices import MasterSlice
+from zeroshard.core.slices import MasterSlice, point_at
 from zeroshard.core.slot import Slot, slot_of
 from zeroshard.core.unit import Unit
 from zeroshard.join.start import accepted_by_all
@@ -177,7 +177,7 @@ class _Detached:
                     # Packed states stay unpacked: packing them whole would round them again.
                     state[slot.parameter] = _like(whole[slot.name], slot, self._dtypes[slot.name])
                 # Its entry stays in the group until all units are plain, without memory.
-                master.data = master.new_empty(0)
+                point_at(master, master.new_empty(0))
         for bucket in unit.buckets:
             views = bucket.places.views_of(gather_masters(engine, bucket))
             for slot, values in zip([slot_of(p) for p in bucket.parameters], views, strict=True):

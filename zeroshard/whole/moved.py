@@ -10,7 +10,7 @@ import torch
 
 from zeroshard import devices
 from zeroshard.core.engine import Engine
-from zeroshard.core.slices import MasterSlice
+from zeroshard.core.slices import point_at
 from zeroshard.core.slot import slot_of
 from zeroshard.update.optimizer import ShardedOptimizer
 
@@ -53,8 +53,7 @@ def _move(engine: Engine, optimizers: Sequence[ShardedOptimizer], device: torch.
             slot = slot_of(master)
             if not slot.bucket.spec.row.states.is_on_device:
                 continue
-            assert isinstance(master, MasterSlice)
-            master.renew()
+            point_at(master, slot.bucket.entry(slot.index))
             state = one.optimizer.state.get(master, {})
             for key, value in state.items():
                 # 0-d counters stay on the device of the kernels that increment them.

@@ -10,11 +10,9 @@ Note: entries that are ahead
 """
 
 import weakref
-from collections.abc import Sequence
 from typing import Any
 
 from zeroshard.core.engine import Engine
-from zeroshard.update.optimizer import ShardedOptimizer
 from zeroshard.whole.masters import follow_masters
 
 __all__ = ["refuse_ahead", "watch_written"]
@@ -31,23 +29,22 @@ def refuse_ahead(engine: Engine, what: str) -> None:
         )
 
 
-def watch_written(engine: Engine, optimizers: Sequence[ShardedOptimizer]) -> None:
+def watch_written(engine: Engine) -> None:
     """Have the engine ask, before forwards and backwards, what code has written."""
     owner, check_forward = weakref.ref(engine), engine.check_forward
     buckets = [bucket for unit in engine.units for bucket in unit.buckets]
     slots = [slot for unit in engine.units for slot in unit.slots if slot.is_whole]
 
     def follow() -> None:
-        if not any(bucket.is_ahead for bucket in buckets) or (living := owner()) is None:
+        ahead = [bucket for bucket in buckets if bucket.is_ahead]
+        if not ahead or (living := owner()) is None:
             return
-        for bucket in buckets:
-            if bucket.is_ahead and bucket.updating is not None:
+        for bucket in ahead:
+            if bucket.updating is not None:
                 raise RuntimeError(
                     f"{living.mesh} Code has written to the optimizer's entries (near '{bucket.spec.names[0]}' first) "
                     "while their update ran in the background. Write to `entry.data`, which waits for it."
                 )
-        for one in optimizers:
-            one.return_replaced()
         follow_masters(living)
 
     def before_forward(name: str, inputs: Any) -> None:
