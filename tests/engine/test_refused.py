@@ -961,3 +961,28 @@ def test_what_is_no_optimizer_is_not_attached(wrong: Any) -> None:
     zero = zs.shard(nn.Linear(4, 1))
     with pytest.raises(TypeError, match=rf"must be a torch\.optim\.Optimizer .*; got {type(wrong).__name__}\."):
         zero.attach(wrong)
+
+
+def share_an_optimizer() -> None:
+    """Shard two models of one optimizer as the error says, and compare with plain torch."""
+    made = [[nn.Linear(4, 4), nn.Linear(4, 2)] for _ in range(2)]
+    for ours, theirs in zip(*made, strict=True):
+        theirs.load_state_dict(ours.state_dict())
+    optimizers = [torch.optim.AdamW([*a.parameters(), *b.parameters()], lr=0.1) for a, b in made]
+    with pytest.raises(
+        ValueError, match=r"not in the model.*shard these as one: zs\.shard\(nn\.ModuleList\(\[a, b\]\)"
+    ):
+        zs.shard(made[0][0], optimizers[0], stage=3)
+    zero = zs.shard(nn.ModuleList(made[0]), optimizers[0], stage=3)
+    for (a, b), optimizer in zip(made, optimizers, strict=True):
+        for _ in range(2):
+            b(a(torch.ones(2, 4))).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    with zero.gathered():
+        for ours, theirs in zip(*made, strict=True):
+            assert all(torch.equal(p, q) for p, q in zip(ours.parameters(), theirs.parameters(), strict=True))
+
+
+def test_one_optimizer_over_several_models_is_told_how() -> None:
+    run_ranks(share_an_optimizer, 2)

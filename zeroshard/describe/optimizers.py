@@ -60,7 +60,8 @@ def check_entries(
                 if key not in names:
                     raise ValueError(
                         f"Parameter {place} of group {number} of {kind}, shape {tuple(parameter.shape)}, is not in the "
-                        "model. Build the optimizer from model.parameters(), after all changes to the model."
+                        "model. Build the optimizer from model.parameters(), after all changes to the model; if it "
+                        "updates several models, shard these as one: zs.shard(nn.ModuleList([a, b]), optimizer)."
                     )
                 if key in taken:
                     raise ValueError(f"Parameter '{names[key]}' is in {taken[key]} and in {kind}; one must update it.")
