@@ -42,6 +42,7 @@ PLANNED = {
     "devices that cannot be are refused by name": 11,
     "steps of the greediest group, the mean of states that differ by group": 7,
     "the step in which an exchange of islands ends, the first step without one": 50,
+    "paths of models that do not exist": 3,
 }
 """Lines of plans that silent faults and slow searches have added since the budgets were set."""
 SHOWN = {
@@ -133,6 +134,7 @@ ADDED = {
     "an error that says why a context of torch does not help": 9,
     "states of each slice by the options of its group": 34,
     "what code outside a step computes from gradients of slices": 44,
+    "parameters follow what code writes to entries of optimizers, and updates use data of gradients": 99,
 }
 """Lines of the engine that features have added since the budgets were set."""
 MOVED = {

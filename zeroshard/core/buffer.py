@@ -13,7 +13,7 @@ Note: the life of a parameter's bytes
 """
 
 import warnings
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -34,7 +34,7 @@ from zeroshard.wire.comm import Comm, Tag
 from zeroshard.wire.memory import OwnMemory
 from zeroshard.wire.transports import codec_of
 
-__all__ = ["Bucket"]
+__all__ = ["Bucket", "refuse_ahead"]
 
 Tensor = torch.Tensor
 
@@ -297,3 +297,13 @@ class Bucket(Ending):
         """Return the part of parameter `index` that the optimizer updates: a flat view, possibly of 0 elements."""
         start, stop = self.master_range(index)
         return self._masters[start - self.spec.states[0] : stop - self.spec.states[0]]
+
+
+def refuse_ahead(buckets: Iterable[Bucket], what: str) -> None:
+    """Raise RuntimeError if code has written to the optimizer's entries, which parameters do not follow yet."""
+    if names := [bucket.spec.names[0] for bucket in buckets if bucket.is_ahead]:
+        raise RuntimeError(
+            f"{what} after code has written to the optimizer's entries (near '{names[0]}' first), which parameters "
+            "follow at the next forward. Write to them between a step and the forward; enter `with "
+            "zero.gathered():`, on every rank, to read parameters before it."
+        )

@@ -16,6 +16,7 @@ from typing import Any, final
 import torch
 from torch import nn
 
+from zeroshard.core.buffer import refuse_ahead
 from zeroshard.core.engine import Engine
 from zeroshard.core.hooks import Arrive, Enter, Exit, Hook, Landed, Registered
 from zeroshard.core.norms import IGNORED
@@ -30,7 +31,6 @@ from zeroshard.setup.graphs import RefuseGraphs
 from zeroshard.setup.heads import AddInPlace
 from zeroshard.setup.request import Described
 from zeroshard.torch_private import IGNORED_BY_DDP
-from zeroshard.whole.written import refuse_ahead
 
 __all__ = ["wire"]
 
@@ -217,7 +217,8 @@ class RefuseSave(Hook):
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         """Raise unless parameters are gathered."""
-        refuse_ahead(self._engine, "state_dict()")
+        buckets = (bucket for unit in self._engine.units for bucket in unit.buckets)
+        refuse_ahead(buckets, f"{self._engine.mesh} state_dict()")
         self._engine.learn()
         self._engine.await_published()
         if self._engine.gathered is None and not self._is_whole:

@@ -12,21 +12,11 @@ Note: entries that are ahead
 import weakref
 from typing import Any
 
+from zeroshard.core.buffer import refuse_ahead
 from zeroshard.core.engine import Engine
 from zeroshard.whole.masters import follow_masters
 
-__all__ = ["refuse_ahead", "watch_written"]
-
-
-def refuse_ahead(engine: Engine, what: str) -> None:
-    """Raise RuntimeError if parameters are behind the optimizer's entries."""
-    names = [bucket.spec.names[0] for unit in engine.units for bucket in unit.buckets if bucket.is_ahead]
-    if names:
-        raise RuntimeError(
-            f"{engine.mesh} {what} after code has written to the optimizer's entries (near '{names[0]}' first), which "
-            "parameters follow at the next forward. Write to them between a step and the forward; enter `with "
-            "zero.gathered():`, on every rank, to read parameters before it."
-        )
+__all__ = ["watch_written"]
 
 
 def watch_written(engine: Engine) -> None:
@@ -53,7 +43,7 @@ def watch_written(engine: Engine) -> None:
 
     def before_backward() -> None:
         if (living := owner()) is not None:
-            refuse_ahead(living, "The backward")
+            refuse_ahead(buckets, f"{living.mesh} The backward")
         for slot in slots:
             slot.keep_shown()
 
