@@ -46,6 +46,12 @@ def batches(first: int, count: int) -> Any:
     return DataLoader(samples, batch_size=2)
 
 
+def beside_ddp(run: Any, folder: str) -> list[Any]:
+    """Call a function in one launch for Lightning's DDP and for stage 3; return both results."""
+    os.environ["TORCHELASTIC_RUN_ID"] = "tests"
+    return [run(stage, f"{folder}/{stage}") for stage in (None, 3)]
+
+
 # -- Fabric -----------------------------------------------------------------------------------------------------------
 
 
@@ -152,6 +158,32 @@ def test_optimizers_are_set_up_after_several_models() -> None:
         assert run_ranks(train_two_models, 2, stage, timeout_s=TIMEOUT_S) == expected
 
 
+def load_a_model_alone(stage: int | None, folder: str) -> list[float]:
+    """Save a model and train on; load the model without its optimizer; return the losses of all steps."""
+    fabric = lightning.Fabric(**MEMBERS, strategy="ddp" if stage is None else FabricStrategy(zero(stage)))
+    fabric.launch()
+    model: Any = net()
+    model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    told = []
+    for number, batch in enumerate(fabric.setup_dataloaders(batches(0, 32))):
+        if number == 2:
+            fabric.save(folder, {"model": model, "optimizer": optimizer})
+            optimizer.param_groups[0]["lr"] = 0.01
+        if number == 5:
+            fabric.load(folder, {"model": model})
+        loss = model(batch).square().mean()
+        fabric.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        told.append(loss.item())
+    return [*told, optimizer.param_groups[0]["lr"]]
+
+
+def test_a_load_of_a_model_alone_leaves_its_optimizer(tmp_path: Path) -> None:
+    for expected, found in run_ranks(beside_ddp, 2, load_a_model_alone, str(tmp_path), timeout_s=TIMEOUT_S):
+        assert found == expected
+
+
 def refuse_in_fabric(folder: str) -> list[str]:
     os.environ["TORCHELASTIC_RUN_ID"] = "tests"
     fabric, told = lightning.Fabric(**MEMBERS, strategy=FabricStrategy(zero(3)), precision="bf16-mixed"), []
@@ -195,6 +227,8 @@ class Task(lightning.LightningModule):
         loss = self.net(batch).square().mean()
         self.validated.append(loss.item())
         self.log("validated", loss, sync_dist=True)
+
+    test_step = validation_step
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
@@ -348,6 +382,26 @@ def test_a_checkpoint_is_evaluated_without_a_training_before(tmp_path: Path) -> 
     whole = run_ranks(run_trainer, 2, 1, str(tmp_path), None, 4, False, timeout_s=TIMEOUT_S)
     alone = run_ranks(evaluate_alone, 2, str(tmp_path), timeout_s=TIMEOUT_S)
     assert alone == [found["tested"][0] for found in whole]
+
+
+def evaluate_an_earlier_epoch(stage: int | None, folder: str) -> list[float]:
+    """Train two epochs and evaluate the first; return evaluations, the learning rate and the sums of the states."""
+    options = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    strategy = "ddp" if stage is None else ZeroStrategy(zero(stage))
+    saves = ModelCheckpoint(folder, "{epoch}", save_top_k=-1)
+    trainer, task = lightning.Trainer(**MEMBERS, **options, strategy=strategy, max_epochs=2, callbacks=[saves]), Task()
+    trainer.fit(task, batches(0, 16))
+    for evaluate in (trainer.validate, trainer.test):
+        evaluate(task, batches(999, 8), ckpt_path=f"{folder}/epoch=0.ckpt", verbose=False)
+    with nullcontext() if stage is None else trainer.strategy.zero.gathered(states=True):
+        (state,) = (one.state_dict() for one in trainer.optimizers)
+    sums = [float(one["exp_avg"].double().sum()) for one in state["state"].values()]
+    return [*task.validated, state["param_groups"][0]["lr"], *sums]
+
+
+def test_an_evaluation_of_a_checkpoint_leaves_the_optimizer(tmp_path: Path) -> None:
+    for expected, found in run_ranks(beside_ddp, 2, evaluate_an_earlier_epoch, str(tmp_path), timeout_s=TIMEOUT_S):
+        assert found == expected
 
 
 def alternate(stage: int | None) -> list[float]:

@@ -138,9 +138,13 @@ class FabricStrategy(FabricDDP):  # type: ignore[misc]
     def load_checkpoint(
         self, path: Any, state: Any = None, strict: bool = True, weights_only: Any = None
     ) -> dict[str, Any]:
-        """Load a checkpoint into a model, its optimizers and the values of a state. Collective: as `zero.load`."""
+        """Load a checkpoint into a model, its optimizers and the values of a state. Collective: as `zero.load`.
+
+        Without an optimizer in the state, those of the model stay as they are.
+        """
         state = {"model": state} if isinstance(state, nn.Module) else state or {}
-        found = load_in(self._zero_in(state), path)
+        has_optimizers = any(isinstance(one, torch.optim.Optimizer) for one in state.values())
+        found = load_in(self._zero_in(state), path, model_only=not has_optimizers)
         own = {name for name, one in state.items() if not isinstance(one, nn.Module | torch.optim.Optimizer)}
         if strict and (missing := own - found.keys()):
             raise KeyError(f"{path} has no {sorted(missing)}; it has {sorted(found)}. Pass strict=False to go on.")
@@ -317,10 +321,10 @@ class ZeroStrategy(DDPStrategy):  # type: ignore[misc]
         return found
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load parameters and states. Collective: as `zero.load`; every rank must call."""
+        """Load parameters, and for a training states, too. Collective: as `zero.load`; every rank must call."""
         if self.zero is not None and (path := of_step(self._loaded, checkpoint["global_step"])) is not None:
             self._check_hooks(checkpoint)
-            load_in(self.zero, path, model_only=not self.optimizers)
+            load_in(self.zero, path, model_only=self.lightning_module.trainer.state.fn != "fit")
         elif self.zero is not None:
             with self.zero.gathered(writeback=True):
                 super().load_model_state_dict(checkpoint, strict)
