@@ -8,7 +8,7 @@ import functools
 import logging
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, final
@@ -28,7 +28,7 @@ from zeroshard.checkpoint.save import Saver
 from zeroshard.core.engine import Engine
 from zeroshard.core.norms import norms_of
 from zeroshard.core.states import Scope, Sum
-from zeroshard.core.undo import DETACHED
+from zeroshard.core.undo import DETACHED, Undo
 from zeroshard.core.unit import Unit
 from zeroshard.describe.optimizers import check_entries, optimizers_of
 from zeroshard.loader import Stateful, checked_position, states_of
@@ -51,7 +51,7 @@ from zeroshard.update.whole_sums import give_sums
 from zeroshard.whole.access import open_states
 from zeroshard.whole.average import Average, count_averages
 from zeroshard.whole.copies import check_copies
-from zeroshard.whole.detach import detach
+from zeroshard.whole.detach import detach, release
 from zeroshard.whole.gathered import gathered
 from zeroshard.whole.moved import move_states_away, move_states_back
 from zeroshard.whole.written import watch_written
@@ -86,6 +86,8 @@ class Zero:
         self._dtypes, self._settings, self._stores, self._specs = dtypes, described.settings, stores, described.units
         self._engine, self._model, self._elementwise = engine, described.model, described.settings.elementwise
         self._ignored, self._sharded = described.ignored, list[ShardedOptimizer]()
+        self._taken = dict[ShardedOptimizer, tuple[Undo, list[str]]]()
+        """How each optimizer becomes plain again, and lines about its kernels."""
         self._chosen = [described.chosen] if described.chosen else []
         if described.chosen and engine.mesh.rank == 0:
             logging.getLogger(__name__).info(described.chosen)
@@ -184,6 +186,14 @@ class Zero:
                 f"This {type(optimizer).__name__} is attached already. To shard its model again, call zero.detach() "
                 "first, which makes model and optimizer plain."
             )
+        self._attach(optimizer)
+
+    def _attach(self, optimizer: torch.optim.Optimizer, room: int = 0) -> None:
+        """See `attach`.
+
+        Args:
+            room: states of each element for which files have room that no optimizer uses.
+        """
         engine, number = self._engine, len(self._sharded)
         engine.leave_passes("attach()")
         engine.order.barrier(f"attach() of optimizer {number}")
@@ -191,7 +201,7 @@ class Zero:
             names = check_entries(self._model, optimizers_of([optimizer]), self._ignored, is_final=False)
             check_optimizers(names, [optimizer], self._elementwise, is_cut=self.residency.is_cut)
             check_updates(self._specs, [*self.optimizers, optimizer], engine.mesh.device)
-            reserve(self._stores, self._specs, [optimizer], is_first=False)
+            reserve(self._stores, self._specs, [optimizer], is_first=False, room=room)
         except (TypeError, ValueError) as error:
             tell_refusal(engine.mesh, engine.comm, error)
             raise
@@ -200,20 +210,52 @@ class Zero:
 
     def _take(self, optimizer: torch.optim.Optimizer) -> None:
         """Take over an optimizer after its checks."""
-        if needs_shapes(optimizer, is_cut=self.residency.is_cut):
-            self._engine.undo.put(vars(optimizer), ATTRIBUTE, SHAPED)
-        move_states(optimizer, self.mesh.device)
-        self._chosen += choose_kernels(self._engine.guard, optimizer, self._engine.undo)
-        number, kept = len(self._sharded), kept_by(optimizer)
-        source = source_of(self._engine, self._stores, optimizer, kept.per_element)
-        admit = functools.partial(admit_groups, optimizer, elementwise=self._elementwise, is_cut=self.residency.is_cut)
-        self._sharded.append(ShardedOptimizer(self._engine, optimizer, number, source, kept, admit))
+        with self._engine.undo.apart() as part:
+            if needs_shapes(optimizer, is_cut=self.residency.is_cut):
+                self._engine.undo.put(vars(optimizer), ATTRIBUTE, SHAPED)
+            move_states(optimizer, self.mesh.device)
+            lines = choose_kernels(self._engine.guard, optimizer, self._engine.undo)
+            number, kept = len(self._sharded), kept_by(optimizer)
+            source = source_of(self._engine, self._stores, optimizer, kept.per_element)
+            admit = functools.partial(
+                admit_groups, optimizer, elementwise=self._elementwise, is_cut=self.residency.is_cut
+            )
+            self._sharded.append(one := ShardedOptimizer(self._engine, optimizer, number, source, kept, admit))
+            self._taken[one] = part, lines
+            if self._islands is not None:
+                self._islands.follow(one)
+            open_states(self._engine, one)
+            give_sums(self._engine, optimizer)
+            if self._engine.comm.watchdog is not None and len(self._sharded) == 1:
+                self._engine.undo.keep(optimizer.register_step_post_hook(self._engine.comm.watchdog.count_step))
+
+    def _replace(self, before: Sequence[torch.optim.Optimizer], optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Attach what a trainer made for a training, in this order, and let go what it made before, with its states.
+
+        Args:
+            before: optimizers that are let go, except those that are among `optimizers`, too.
+
+        Raises: as `attach`; those before are gone then.
+        Collective: as `attach`, for each new one; every rank must call.
+        """
+        self._engine.leave_passes("new optimizers")
+        self._saver.wait("new optimizers")
+        left = {id(one) for one in before} - {id(one) for one in optimizers}
+        gone = [one for one in self._sharded if id(one.optimizer) in left]
+        for one in gone:
+            release(self._engine, one, self._taken[one][0])
+            self._sharded.remove(one)
+            del self._taken[one]
+        known = {id(one) for one in self.optimizers}
+        for new in [one for one in optimizers if id(one) not in known]:
+            # Rooms in files are those of a state's name.
+            rooms = [one.kept.per_element for one in gone if type(one.optimizer) is type(new)]
+            self._attach(new, max(rooms, default=0))
+            self._sharded[-1].applied = min((one.applied for one in gone), default=0)
+        places = {id(one): place for place, one in enumerate(optimizers)}
+        self._sharded.sort(key=lambda one: places.get(id(one.optimizer), len(places)))
         if self._islands is not None:
-            self._islands.follow(self._sharded[-1])
-        open_states(self._engine, self._sharded[-1])
-        give_sums(self._engine, optimizer)
-        if self._engine.comm.watchdog is not None and len(self._sharded) == 1:
-            self._engine.undo.keep(optimizer.register_step_post_hook(self._engine.comm.watchdog.count_step))
+            self._islands.recount()
 
     def gathered(
         self, *, writeback: bool = False, states: bool = False, whole: bool = False
@@ -686,7 +728,8 @@ class Zero:
         assert "(root)" in zero.summary()
         ```
         """
-        return "\n".join([summarize(self._engine, self._sharded, name_of_row(self.residency)), *self._chosen])
+        lines = [line for _, chosen in self._taken.values() for line in chosen]
+        return "\n".join([summarize(self._engine, self._sharded, name_of_row(self.residency)), *self._chosen, *lines])
 
     def memory(self) -> Memory:
         """Return the bytes that this rank holds: current, peak and predicted."""

@@ -135,6 +135,7 @@ ADDED = {
     "states of each slice by the options of its group": 34,
     "what code outside a step computes from gradients of slices": 44,
     "parameters follow what code writes to entries of optimizers, and updates use data of gradients": 99,
+    "optimizers that make way for those of another training": 29,
 }
 """Lines of the engine that features have added since the budgets were set."""
 MOVED = {

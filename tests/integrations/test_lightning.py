@@ -15,6 +15,7 @@ import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.callbacks import BaseFinetuning, ModelCheckpoint
 from lightning.pytorch.plugins import AsyncCheckpointIO
+from lightning.pytorch.tuner import Tuner
 from torch import nn
 from torch.utils.data import DataLoader, WeightedRandomSampler
 
@@ -402,6 +403,40 @@ def evaluate_an_earlier_epoch(stage: int | None, folder: str) -> list[float]:
 def test_an_evaluation_of_a_checkpoint_leaves_the_optimizer(tmp_path: Path) -> None:
     for expected, found in run_ranks(beside_ddp, 2, evaluate_an_earlier_epoch, str(tmp_path), timeout_s=TIMEOUT_S):
         assert found == expected
+
+
+class Tuned(Task):
+    """Has a learning rate that Lightning finds."""
+
+    lr = 1e-3
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=self.lr)
+        return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 3), "interval": "step"}]
+
+
+def find_a_rate_and_fit_twice(stage: int | None, folder: str) -> list[Any]:
+    """Find a learning rate, train twice, and resume elsewhere; return losses and learning rates."""
+    strategy = ["ddp" if stage is None else ZeroStrategy(zero(stage)) for _ in range(2)]
+    trainer, other = (
+        lightning.Trainer(**MEMBERS, **QUIET, strategy=one, max_epochs=1, default_root_dir=folder) for one in strategy
+    )
+    task, resumed, told = Tuned(), Tuned(), []
+    Tuner(trainer).lr_find(task, batches(0, 96), num_training=16)
+    for epochs in (1, 2):
+        trainer.fit_loop.max_epochs = epochs
+        trainer.fit(task, batches(0, 32))
+        told += [task.lr, trainer.optimizers[0].param_groups[0]["lr"], len(trainer.optimizers)]
+    trainer.save_checkpoint(f"{folder}/twice")
+    other.fit_loop.max_epochs = 3
+    other.fit(resumed, batches(0, 32), ckpt_path=f"{folder}/twice")
+    return [*told, task.losses, resumed.losses]
+
+
+def test_each_fit_has_the_optimizers_that_ddp_makes(tmp_path: Path) -> None:
+    for expected, found in run_ranks(beside_ddp, 2, find_a_rate_and_fit_twice, str(tmp_path), timeout_s=TIMEOUT_S):
+        assert found == expected
+        assert found[0] != Tuned.lr
 
 
 def alternate(stage: int | None) -> list[float]:

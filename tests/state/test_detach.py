@@ -558,3 +558,33 @@ def test_a_state_of_one_element_is_not_a_slice_of_one_element(tmp_path: Path) ->
         assert loaded["trust"] == [0.5]
         assert len(loaded["exp_avg"]) == 17
         assert "of 'weight', the state 'other', a tensor (1,) beside a slice of 16 elements" in refused
+
+
+def test_an_optimizer_that_is_replaced_is_plain_and_its_room_in_files_is_used_again(tmp_path: Path) -> None:
+    def steps_of(optimizer: torch.optim.Optimizer) -> None:
+        for step in range(STEPS):
+            models.stack_loss(model, step, 0).backward()
+            optimizer.step()
+            model.zero_grad(set_to_none=True)
+
+    model = models.build(models.Stack)
+    head, rest = [*model.head.parameters()], [p for n, p in model.named_parameters() if "head" not in n]
+    optimizers = [torch.optim.AdamW(rest, lr=1e-2), torch.optim.SGD(head, lr=1e-2)]
+    before = surface(model, optimizers[0])
+    handle = zs.shard(model, optimizers, stage=3, offload=tmp_path, settings=zs.Settings(watchdog_s=WATCHDOG_S))
+    for _ in range(2):
+        steps_of(optimizers[0])
+        disk, made = handle._stores.filed.disk, torch.optim.AdamW(rest, lr=1e-2)
+        reserved = disk._reserved_bytes
+        handle._replace([optimizers[0]], [made])
+        assert disk._reserved_bytes == reserved
+        assert handle.optimizers == (made, optimizers[1])
+        assert not optimizers[0].state and not made.state
+        assert [id(p) for group in optimizers[0].param_groups for p in group["params"]] == [id(p) for p in rest]
+        optimizers[0] = made
+    with pytest.raises(RuntimeError, match=r"new optimizers under gathered\(\)"), handle.gathered():
+        handle._replace(optimizers, [])
+    steps_of(made)
+    handle.detach()
+    assert surface(model, made) == before
+    assert made.state[rest[0]]["step"] == STEPS

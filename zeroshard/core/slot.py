@@ -5,7 +5,7 @@ Owns the slot that each sharded parameter and each optimizer slice references. I
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn, Protocol, final
 
 import torch
@@ -15,7 +15,7 @@ from zeroshard.core.dtypes import LossScale
 from zeroshard.wire.comm import Comm
 from zeroshard.wire.mesh import Mesh
 
-__all__ = ["Form", "NormsOfPlaces", "Owner", "Slot", "free", "slot_of"]
+__all__ = ["Form", "NormsOfPlaces", "Owner", "Slot", "free", "let_go", "slot_of"]
 
 Tensor = torch.Tensor
 
@@ -213,6 +213,12 @@ def slot_of(parameter: Tensor) -> Slot:
     """Return the slot of a sharded parameter or of its master slice."""
     slot: Slot = parameter.__dict__["_zeroshard"]
     return slot
+
+
+def let_go(slots: Iterable[Slot]) -> None:
+    """Have parameters no optimizer has taken."""
+    for slot in slots:
+        slot.optimizer, slot.updater = _no_owner, None
 
 
 def free(slots: Sequence[Slot], optimizer: torch.optim.Optimizer) -> Callable[[], None]:

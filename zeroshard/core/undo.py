@@ -4,7 +4,8 @@ Owns the list. Whoever registers a hook or replaces an attribute of a model or a
 `whole/detach.py` takes all of it back.
 """
 
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
+from contextlib import contextmanager
 from typing import Any, Final, final
 
 from torch.utils.hooks import RemovableHandle
@@ -60,6 +61,17 @@ class Undo:
                 place[key] = before
 
         self.add(take_back)
+
+    @contextmanager
+    def apart(self) -> Iterator["Undo"]:
+        """Record the changes of the context in a part, which may be taken back before the others."""
+        before, part = self._changes, Undo()
+        self._changes = part._changes
+        try:
+            yield part
+        finally:
+            self._changes = before
+            self.add(part.run)
 
     def run(self) -> None:
         """Take all changes back, the last one first."""

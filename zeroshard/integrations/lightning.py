@@ -221,8 +221,8 @@ class ZeroStrategy(DDPStrategy):  # type: ignore[misc]
         options: those of Lightning's DDPStrategy for the process group.
 
     `strategy.zero` is the handle, from the start of `fit()`, `validate()` or `test()`. Checkpoints are folders. The
-    model stays sharded afterwards, and a second `fit()` continues with its optimizers. `strategy.zero.detach()` makes
-    model and optimizers plain.
+    model stays sharded afterwards, and a second `fit()` has new optimizers. `strategy.zero.detach()` makes model and
+    optimizers plain.
 
     Raises:
         ValueError: the Trainer has a precision, or a callback for fine-tuning or averages.
@@ -240,7 +240,7 @@ class ZeroStrategy(DDPStrategy):  # type: ignore[misc]
         """Wrap nothing: the model is sharded with its optimizers."""
 
     def setup(self, trainer: Any) -> None:
-        """Shard the model, and its optimizers at the start of `fit()`. Collective: as `zs.shard`."""
+        """Shard the model, and new optimizers at the start of each `fit()`. Collective: as `zs.shard`."""
         _check_precision(type(self).__name__, self.precision_plugin)
         _check_callbacks(trainer)
         model = self.lightning_module
@@ -253,10 +253,9 @@ class ZeroStrategy(DDPStrategy):  # type: ignore[misc]
             )
         else:
             self.accelerator.setup(trainer)  # the model is where it was
-            if trainer.state.fn == "fit" and not self.optimizers:
+            if trainer.state.fn == "fit":
                 self.setup_optimizers(trainer)
-                for optimizer in self.optimizers:
-                    self.zero.attach(optimizer)
+                self.zero._replace(made[1], self.optimizers)
         self._made[model] = self.zero, self.optimizers, self.lr_scheduler_configs
 
     @contextmanager

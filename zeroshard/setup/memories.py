@@ -44,17 +44,23 @@ def make_stores(described: Described) -> Stores:
 
 
 def reserve(
-    stores: Stores, units: Sequence[UnitSpec], optimizers: Sequence[torch.optim.Optimizer], *, is_first: bool
+    stores: Stores,
+    units: Sequence[UnitSpec],
+    optimizers: Sequence[torch.optim.Optimizer],
+    *,
+    is_first: bool,
+    room: int = 0,
 ) -> None:
     """Reserve disk space for the states of optimizers in files.
 
     Args:
         is_first: also reserve space for parameters and master weights.
+        room: states of each element for which space is reserved already.
 
     Raises:
         ValueError: the disk has too little space; the text has the numbers.
     """
-    states = max((kept_by(one).per_element for one in optimizers if stores.far), default=0)
+    states = max((kept_by(one).per_element - room for one in optimizers if stores.far), default=0)
     tensors = [one for unit in units for b in unit.buckets for one in _tensors_of(b, states, is_first=is_first)]
     for store in stores.far.values():
         try:

@@ -21,7 +21,7 @@ import torch
 from zeroshard.core.buffer import Bucket
 from zeroshard.core.engine import Engine
 from zeroshard.core.slices import MasterSlice, point_at
-from zeroshard.core.slot import Slot, slot_of
+from zeroshard.core.slot import Slot, let_go, slot_of
 from zeroshard.core.unit import Unit
 from zeroshard.join.start import accepted_by_all
 from zeroshard.optim.packed import views_of
@@ -32,7 +32,7 @@ from zeroshard.whole.gathered import gather_states
 from zeroshard.whole.owned import OwnedState, is_stored, owned_states
 from zeroshard.wire.comm import Tag
 
-__all__ = ["PLACES", "detach", "gather_masters"]
+__all__ = ["PLACES", "detach", "gather_masters", "release"]
 
 Tensor = torch.Tensor
 PLACES = ("all", "rank 0")
@@ -90,6 +90,25 @@ def detach(
     engine.comm.close()
     engine.end()
     gc.collect()  # what references itself, such as units and slots, holds memory and descriptors
+
+
+def release(engine: Engine, one: ShardedOptimizer, undo: Undo) -> None:
+    """Make an optimizer plain, without states, as one of the sharded model's parameters that was never attached.
+
+    Args:
+        undo: what was registered or replaced on it.
+
+    Raises:
+        RuntimeError: called inside `gathered()`; nothing was changed.
+    """
+    if engine.gathered is not None:
+        raise RuntimeError(f"{engine.mesh} new optimizers under gathered(): leave the context first.")
+    one.put_back()
+    let_go(slot_of(master) for master in one.masters)
+    one.optimizer.state.clear()
+    undo.run()
+    for group in one.optimizer.param_groups:
+        group["params"] = [slot_of(master).parameter for master in group["params"]]
 
 
 def _check_arguments(engine: Engine, to: str, dtype: torch.dtype | None) -> None:
