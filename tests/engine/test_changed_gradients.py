@@ -252,3 +252,30 @@ def assign_data(keeps: bool, precision: Any) -> None:
 @pytest.mark.parametrize(("world", "keeps"), [(1, True), (1, False), (2, True), (2, False)])
 def test_data_that_code_assigns_to_whole_gradients_is_used(world: int, keeps: bool, precision: str) -> None:
     run_ranks(assign_data, world, keeps, precision)
+
+
+def clear_by_hand() -> None:
+    """Clear gradients as loops over a model or an optimizer's groups once did."""
+    cases: list[tuple[int, Any, dict[str, float]]] = [(0, "fp32", {}), (0, "bf16", {"rtol": 0.05, "atol": 0.01})]
+    for stage, precision, tolerance in [*cases, (2, "fp32", {})]:
+        plain, model = models.build(models.Stack), models.build(models.Stack)
+        ours, theirs = (torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, plain))
+        zero = zs.shard(model, ours, stage=stage, precision=precision)
+        for one, optimizer in ((model, ours), (plain, theirs)):
+            of_groups = [p for group in optimizer.param_groups for p in group["params"]]
+            for step in range(4):
+                one(torch.ones(2, 5) + step).square().mean().backward()
+                optimizer.step()
+                for p in [*one.parameters()] if step % 2 else of_groups:
+                    assert p.grad is not None
+                    p.grad.detach_()
+                    p.grad.zero_()
+                assert all(p.grad is not None and p.grad.norm() == 0 for p in one.parameters())
+        with zero.gathered():
+            for p, q in zip(plain.parameters(), model.parameters(), strict=True):
+                torch.testing.assert_close(q.detach().float(), p.detach(), **tolerance)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_gradients_that_are_detached_and_zeroed_in_place(world: int) -> None:
+    run_ranks(clear_by_hand, world)

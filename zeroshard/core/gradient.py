@@ -11,6 +11,9 @@ Note: two views of one gradient
     by the optimizer's parameters must not be silently local; other reductions to a single number raise an error. Code
     outside an update gets no plain tensor of it: an alias (`.detach()`, `.data`) is a `MasterGradient`, and all else
     that is computed from it (`.clone()`, `.abs()`) is `LocalElements`, which refuse norms, too.
+Note: gradients are no views
+    Gradients share the memory of their bucket, but are no views for autograd, which refuses `detach_()` of a view:
+    old training loops begin with `p.grad.detach_()`. They come from `detach()`, and so share the version of the memory.
 """
 
 import sys
@@ -254,7 +257,7 @@ def part_of(slot: Slot) -> Tensor:
     slot.bucket.grads.landing.wait()
     if slot.master_grad is None:
         part = slot.bucket.grads.part(slot.index)
-        slot.master_grad = part if slot.is_whole else master_gradient(part, slot)
+        slot.master_grad = part.detach() if slot.is_whole else master_gradient(part, slot)
     return slot.master_grad
 
 
@@ -265,8 +268,8 @@ def _is_copy(value: Tensor) -> bool:
 
 def master_gradient(part: Tensor, slot: Slot) -> MasterGradient:
     """Return this rank's elements of a gradient as optimizers see them."""
-    made = part.as_subclass(MasterGradient)
-    made._slot = slot
+    made: MasterGradient = part.detach()  # type: ignore[assignment]
+    made.__class__, made._slot = MasterGradient, slot
     return made
 
 

@@ -400,7 +400,7 @@ class FlatGradients(Gradients):
 
     def view(self, index: int) -> Tensor:
         """See `Gradients`."""
-        return self.hold().as_strided(*self._places.forms[index])
+        return self.hold().as_strided(*self._places.forms[index]).detach()
 
     def part(self, index: int) -> Tensor:
         """See `Gradients`."""

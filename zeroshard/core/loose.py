@@ -49,7 +49,7 @@ class LooseGradients(Gradients):
         """Hold a gradient, in its own memory if that `is_ours` and has the layout of held gradients."""
         places, is_taken = self._places, is_ours and self._places.is_alone(index, grad)
         form = places.shapes[index], places.strides[index]
-        self._held[index] = held = self.landing.keep(grad, self.dtype, scale, form, is_taken=is_taken)
+        self._held[index] = held = self.landing.keep(grad, self.dtype, scale, form, is_taken=is_taken).detach()
         self.landing.count(self._ledger, held.nbytes)
         return held
 

@@ -22,6 +22,7 @@ from zeroshard.core.buffer import Bucket
 from zeroshard.core.engine import Engine
 from zeroshard.core.slices import MasterSlice, point_at
 from zeroshard.core.slot import Slot, let_go, slot_of
+from zeroshard.core.undo import Undo
 from zeroshard.core.unit import Unit
 from zeroshard.join.start import accepted_by_all
 from zeroshard.optim.packed import views_of
