@@ -1,4 +1,4 @@
-"""Names that Accelerate does not publish: what makes it take a sharded model as it is, and what it was asked for.
+"""Names that Accelerate does not publish: what makes it take sharded models and optimizers, and what it was asked for.
 
 Owns these names; `tests/integrations/test_accelerate.py` holds them against the installed release. It must not know
 engines. Imports nothing of Accelerate: where nobody has imported it, nobody has asked it for anything.
@@ -15,6 +15,7 @@ import functools
 import sys
 import warnings
 from collections.abc import Callable, MutableMapping
+from types import FrameType
 from typing import Any, Final
 
 import torch.distributed as dist
@@ -22,7 +23,7 @@ from torch import nn
 
 from zeroshard.torch_private import is_called_by_compiled, is_compiled
 
-__all__ = ["AUTOCAST", "NO_SYNC", "PREPARED", "asked", "mark", "refuse_plugins", "warn_if_uncompiled"]
+__all__ = ["AUTOCAST", "NO_SYNC", "PREPARED", "asked", "is_placing", "mark", "refuse_plugins", "warn_if_uncompiled"]
 
 PREPARED: Final = "_is_accelerate_prepared"
 """The attribute of what `Accelerator.prepare` returns as it is."""
@@ -33,6 +34,7 @@ AUTOCAST: Final = "_original_forward"
 PLUGINS: Final = frozenset(["DEEPSPEED", "FSDP", "MEGATRON_LM"])
 """Values of `Accelerator.distributed_type` with which Accelerate shards models itself."""
 _STATE: Final = "accelerate.state"
+_WRAPPER: Final = "accelerate.optimizer"
 _COPIED: Final = "__getstate__"
 """What copies and pickles of an object are made of."""
 
@@ -67,6 +69,14 @@ def asked(name: str) -> Any:
     """Return a value of the Accelerator of this process, such as "_mixed_precision"; None without one."""
     state = getattr(sys.modules.get(_STATE), "AcceleratorState", None)
     return getattr(state, "_shared_state", {}).get(name)
+
+
+def is_placing(caller: FrameType) -> bool:
+    """Return whether the caller of `state_dict` or `load_state_dict` is the constructor of Accelerate's optimizer.
+
+    It copies states to its device; those of shards are where they must be.
+    """
+    return caller.f_code.co_name == "__init__" and caller.f_globals.get("__name__") == _WRAPPER
 
 
 def refuse_plugins() -> None:

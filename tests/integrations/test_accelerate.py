@@ -140,6 +140,34 @@ def test_a_stock_loop_computes_what_ddp_computes() -> None:
             assert_equal(found, plain)
 
 
+def train_with_states_from_the_start(kind: str) -> list[Made]:
+    """Train by an optimizer whose constructor makes its states, which Accelerate then copies to its device."""
+    found = []
+    for stage in (None, *STAGES):
+        accelerator = fresh(Accelerator if kind == "ours" else accelerate.Accelerator)
+        seed(99)
+        model: Any = Net()
+        optimizer: Any = torch.optim.Adagrad(model.parameters(), lr=0.1, initial_accumulator_value=0.5)
+        zero = None if stage is None else zs.shard(model, optimizer, stage=stage)
+        model, optimizer = accelerator.prepare(model, optimizer)
+        for ids, targets in DataLoader(pairs(6, 5), batch_size=2):
+            accelerator.backward(loss_of(model(ids), targets))
+            optimizer.step()
+            optimizer.zero_grad()
+        if zero is not None and stage:
+            with pytest.raises(RuntimeError, match=r"gathered\(states=True\)"):  # which the copy alone does without
+                optimizer.optimizer.state_dict()
+        found.append({"model": values_of(model, zero)})
+    return found
+
+
+def test_states_are_there_before_the_first_step() -> None:
+    for kind in ("stock", "ours"):
+        for plain, *sharded in run_ranks(train_with_states_from_the_start, 2, kind, timeout_s=TIMEOUT_S):
+            for found in sharded:
+                assert_same_values(found["model"], plain["model"])
+
+
 def test_clipping_is_global() -> None:
     for plain, *sharded in run_ranks(run, 2, [None, *third(STAGES[::-1])], 0.3, timeout_s=TIMEOUT_S):
         assert min(plain["norm"]) > 0.3  # clipping takes effect

@@ -1,14 +1,17 @@
 """`optimizer.state_dict()` and `load_state_dict()` outside `gathered()`, where they need no other rank.
 
 Owns the two methods of a sharded optimizer. If this rank has all states (stage 0, a single rank, or no states yet),
-the methods behave as in torch; otherwise the hooks of `update/optimizer.py` raise.
+the methods behave as in torch; otherwise the hooks of `update/optimizer.py` raise. Accelerate's copy of states to its
+device does nothing: they are where `zs.shard` puts them.
 """
 
 import functools
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from zeroshard.accelerate_private import is_placing
 from zeroshard.core.engine import Engine
 from zeroshard.core.slot import slot_of
 from zeroshard.update.optimizer import ShardedOptimizer
@@ -24,11 +27,15 @@ def open_states(engine: Engine, sharded: ShardedOptimizer) -> None:
 
     @functools.wraps(save)
     def state_dict() -> dict[str, Any]:
+        if is_placing(sys._getframe(1)):
+            return {}
         with _whole(engine, sharded, is_here=_is_here(sharded), writeback=False):
             return save()
 
     @functools.wraps(load)
     def load_state_dict(state_dict: dict[str, Any]) -> None:
+        if is_placing(sys._getframe(1)):
+            return
         is_here = _is_here(sharded) and (_has_all(sharded) or not state_dict.get("state"))
         with _whole(engine, sharded, is_here=is_here, writeback=True):
             load(state_dict)
