@@ -57,6 +57,7 @@ ADMITTED = {
     "which states are of elements and which are counters": 26,
     "states by the options of groups, of other dtypes and of later steps, why a trial failed": 22,
     "trials of as many dimensions as parameters have, every hook of wrappers": 7,
+    "numbers of groups in trials": 5,
 }
 """Lines of optimizers that silent faults of admission have added since the budgets were set."""
 BUDGETS = {

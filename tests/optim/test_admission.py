@@ -39,6 +39,19 @@ class Summed(Scaled):
         return sum(int((grad > 0.5).sum()) for grad in grads)
 
 
+class Distance(Scaled):
+    """Estimates a distance from all elements, which becomes the rate only in later steps, as D-Adaptation does."""
+
+    def __init__(self, params: Any, lr: float = 1e-2) -> None:
+        super().__init__(params, lr=lr)
+        for group in self.param_groups:
+            group["d"] = torch.zeros(())
+
+    def factor(self, p: Tensor, group: dict[str, Any]) -> Any:
+        group["d"] = group["d"] + p.abs().sum()
+        return 1.0 if group["d"] < 1e9 else group["d"]
+
+
 class Large(Scaled):
     """Needs whole matrices that are large enough, as some factor only these."""
 
@@ -87,7 +100,7 @@ def check(make: Callable[[Any], Optimizer], *, is_cut: bool) -> None:
     check_optimizers({}, [make(model.parameters())], None, is_cut=is_cut)
 
 
-@pytest.mark.parametrize("cls", [Summed, Large, Clipped])
+@pytest.mark.parametrize("cls", [Summed, Distance, Large, Clipped])
 def test_what_ranks_alone_would_do_otherwise_is_refused(cls: type[Scaled]) -> None:
     with pytest.raises(
         ValueError, match=f"{cls.__name__} is not element-wise.*stage=0.*whole_matrix.*elementwise=True"

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from zeroshard.optim.keeps import SCALES, is_taken, options_of, rebuild
+from zeroshard.optim.keeps import SCALES, as_number, is_taken, options_of, rebuild
 from zeroshard.optim.packed import PackingOptimizer
 from zeroshard.optim.pieces import Resident, update_in_pieces
 from zeroshard.optim.sums import SummingOptimizer
@@ -224,7 +224,7 @@ def _admit(
     try:
         trials = TRIALS[ndim - 1]
         shape = trials[0][0]
-        reads_groups = torch.equal(_try(optimizer, options, shape), _try(optimizer, options, shape, is_replaced=True))
+        reads_groups = torch.equal(*(_try(optimizer, options, shape, is_replaced=one)[0] for one in (False, True)))
         # The small one first: some need much time and memory for the large one.
         is_fine = not (is_cut and reads_groups) or all(_is_sliced(optimizer, options, *one) for one in trials)
     except Exception as error:
@@ -242,8 +242,9 @@ def _admit(
         )
     if not is_fine:
         raise ValueError(
-            f"{cls.__name__} is not element-wise: in a trial of {len(SCALES)} steps, elements differ between a whole "
-            f"parameter and slices of it on several ranks, so sharding would change the training. {remedy}"
+            f"{cls.__name__} is not element-wise: in a trial of {len(SCALES)} steps, elements or numbers of its group "
+            "differ between a whole parameter and slices of it on several ranks, so sharding would change training. "
+            f"{remedy}"
         )
 
 
@@ -308,14 +309,17 @@ def _try(
     cuts: Sequence[int] = (),
     *,
     is_replaced: bool = False,
-) -> Tensor:
-    """Run steps of new optimizers on a parameter; return the elements.
+) -> tuple[Tensor, list[list[Any]]]:
+    """Run steps of new optimizers on a parameter; return the elements, and the numbers of each optimizer's group.
+
+    A number that is made of all elements may count in later steps only, as that of D-Adaptation. An optimizer of no
+    elements has none.
 
     Args:
         cuts: ends of the slices that replace the parameter in the groups, each in an optimizer of its own, as on ranks.
         is_replaced: replace the parameter by another of its shape before each step, as where ranks update all of it.
     """
-    values, found = torch.linspace(-1.0, 2.0, math.prod(shape), **PLAIN), list[Tensor]()
+    values, found, numbers = torch.linspace(-1.0, 2.0, math.prod(shape), **PLAIN), list[Tensor](), list[list[Any]]()
     places = torch.arange(float(values.numel()), **PLAIN)
     for start, stop in pairwise(cuts or (0, values.numel())):
         entry = torch.nn.Parameter(values.clone().view(shape))
@@ -330,12 +334,16 @@ def _try(
             fresh.step()
             part.copy_(entry.detach().flatten())  # it may have replaced `.data`
         found.append(part)
-    return torch.cat(found)
+        if stop > start:
+            group = fresh.param_groups[0].items()
+            numbers.append([(key, repr(as_number(one))) for key, one in group if key != "params"])
+    return torch.cat(found), numbers
 
 
 def _is_sliced(optimizer: torch.optim.Optimizer, options: Options, shape: tuple[int, ...], cuts: Sequence[int]) -> bool:
     """Return whether slices of a parameter get the numbers of the whole one."""
-    return torch.equal(_try(optimizer, options, shape).narrow(0, 0, cuts[-1]), _try(optimizer, options, shape, cuts))
+    (whole, numbers), (sliced, of_slices) = (_try(optimizer, options, shape, one) for one in ((), cuts))
+    return torch.equal(whole.narrow(0, 0, cuts[-1]), sliced) and all(numbers == [one] for one in of_slices)
 
 
 def _replaced(optimizer: torch.optim.Optimizer, before: Tensor, values: Tensor, start: int) -> torch.nn.Parameter:
