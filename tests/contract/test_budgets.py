@@ -58,6 +58,7 @@ ADMITTED = {
     "states by the options of groups, of other dtypes and of later steps, why a trial failed": 22,
     "trials of as many dimensions as parameters have, every hook of wrappers": 7,
     "numbers of groups in trials": 5,
+    "trials with the attributes of parameters": 49,
 }
 """Lines of optimizers that silent faults of admission have added since the budgets were set."""
 BUDGETS = {
@@ -138,6 +139,7 @@ ADDED = {
     "parameters follow what code writes to entries of optimizers, and updates use data of gradients": 99,
     "optimizers that make way for those of another training": 29,
     "states of optimizers that Accelerate does not copy to its device": 6,
+    "attributes of parameters on what stands for them": 9,
 }
 """Lines of the engine that features have added since the budgets were set."""
 MOVED = {

@@ -18,6 +18,7 @@ import torch
 
 from zeroshard.core.gradient import assign, master_gradient, part_of
 from zeroshard.core.slot import Slot, slot_of
+from zeroshard.optim.attributes import OWN
 from zeroshard.torch_private import DisabledFunction, version_of
 
 __all__ = ["MasterSlice", "States", "make_master", "point_at"]
@@ -32,6 +33,13 @@ class MasterSlice(torch.nn.Parameter):
 
     uncut: frozenset[Any] = frozenset()
     """Keys of tensors in its state that were given once for all elements; one may have the shape of a slice."""
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what code has set on the parameter, such as a factor of its learning rate."""
+        slot: Slot | None = self.__dict__.get("_zeroshard")
+        if slot is not None and name not in OWN and name in (given := slot.parameter.__dict__):
+            return given[name]
+        return object.__getattribute__(self, name)  # raises, and what a property has raised
 
     @property
     def data(self) -> Tensor:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from zeroshard.optim.attributes import kind_of, of_each_kind, tried_attributes
 from zeroshard.optim.keeps import SCALES, as_number, is_taken, options_of, rebuild
 from zeroshard.optim.packed import PackingOptimizer
 from zeroshard.optim.pieces import Resident, update_in_pieces
@@ -49,6 +50,8 @@ PLAIN: Mapping[str, Any] = MappingProxyType({"dtype": torch.float32, "device": "
 """Of tensors of trials, whatever torch's defaults are."""
 
 Options = Mapping[str, Any]
+Kind = tuple[Options, int, Tensor | None]
+"""Of parameters that are tried: options of a group, dimensions, and a parameter with their attributes, if any."""
 
 
 def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
@@ -164,27 +167,31 @@ def admit_groups(
     """
     mark = whole_of(optimizer)
     whole = None if mark is SHAPED else mark
-    taken, left = list[tuple[Options, int]](), dict[str, tuple[Options, int, bool]]()
+    taken, left = list[Kind](), dict[str, tuple[Kind, bool]]()
     for group in groups:
         options = options_of(optimizer, group)
         cut = is_cut or has_split(map(type, group["params"]))
-        for ndim, is_whole in sorted({(p.ndim, whole and is_taken(whole, group, p.shape)) for p in group["params"]}):
-            if is_whole:
-                taken.append((options, min(ndim, len(SIZES[0]))))
-            else:
-                tried = min(max(ndim, 1), len(TRIALS))
-                left[repr((sorted(options.items()), tried, cut))] = options, tried, cut
+        alike = dict[tuple[int, bool], list[Tensor]]()
+        for p in group["params"]:
+            is_whole = whole is not None and is_taken(whole, group, p.shape)
+            alike.setdefault((p.ndim, is_whole), []).append(p)
+        for ndim, is_whole in sorted(alike):
+            for like in of_each_kind(alike[ndim, is_whole]):
+                if is_whole:
+                    taken.append((options, min(ndim, len(SIZES[0])), like))
+                else:
+                    tried = min(max(ndim, 1), len(TRIALS))
+                    left[repr((sorted(options.items()), tried, kind_of(like), cut))] = (options, tried, like), cut
     if taken:
         _admit_whole(optimizer, taken)
-    for chosen, ndim, cut in left.values():
-        _admit(optimizer, elementwise, chosen, ndim, is_cut=cut)
+    for kind, cut in left.values():
+        _admit(optimizer, elementwise, kind, is_cut=cut)
 
 
 def _admit(
     optimizer: torch.optim.Optimizer,
     elementwise: bool | None,
-    options: Options,
-    ndim: int,
+    kind: Kind,
     *,
     is_cut: bool,
 ) -> None:
@@ -194,8 +201,7 @@ def _admit(
     its place, must agree bit for bit.
 
     Args:
-        options: of the group.
-        ndim: the number of dimensions to try, from 1 on.
+        kind: of the parameters; it has at least one dimension.
 
     Raises:
         ValueError: the numbers differ, or the trial failed.
@@ -222,11 +228,11 @@ def _admit(
             f"{', '.join(needed)}, which its groups do not have. {remedy}"
         )
     try:
-        trials = TRIALS[ndim - 1]
+        trials = TRIALS[kind[1] - 1]
         shape = trials[0][0]
-        reads_groups = torch.equal(*(_try(optimizer, options, shape, is_replaced=one)[0] for one in (False, True)))
+        reads_groups = torch.equal(*(_try(optimizer, kind, shape, is_replaced=one)[0] for one in (False, True)))
         # The small one first: some need much time and memory for the large one.
-        is_fine = not (is_cut and reads_groups) or all(_is_sliced(optimizer, options, *one) for one in trials)
+        is_fine = not (is_cut and reads_groups) or all(_is_sliced(optimizer, kind, *one) for one in trials)
     except Exception as error:
         if not is_cut:
             return  # it sees what plain torch gives it; what else it needs is not known here
@@ -248,10 +254,11 @@ def _admit(
         )
 
 
-def _admit_whole(optimizer: torch.optim.Optimizer, taken: Sequence[tuple[Options, int]]) -> None:
+def _admit_whole(optimizer: torch.optim.Optimizer, taken: Sequence[Kind]) -> None:
     """Raise unless the optimizer can update whole parameters one at a time.
 
-    Three steps on small parameters, all at once and one at a time, must agree bit for bit.
+    Three steps on small parameters, all at once and one at a time, must agree bit for bit. Attributes that fit the
+    model's parameters alone, such as a shape, are left out.
 
     Args:
         taken: the kinds of parameters that it updates as a whole, as for `_update`.
@@ -261,7 +268,11 @@ def _admit_whole(optimizer: torch.optim.Optimizer, taken: Sequence[tuple[Options
     """
     name = type(optimizer).__name__
     try:
-        at_once, in_turn = (_update(optimizer, taken, is_in_turn=is_in_turn) for is_in_turn in (False, True))
+        try:
+            at_once, in_turn = (_update(optimizer, taken, is_in_turn=one) for one in (False, True))
+        except Exception:
+            taken = [(options, ndim, None) for options, ndim, _ in taken]
+            at_once, in_turn = (_update(optimizer, taken, is_in_turn=one) for one in (False, True))
     except Exception as error:
         raise ValueError(
             f"{name} updates whole parameters on their owners, but a trial on small parameters, one at a time, failed "
@@ -277,17 +288,18 @@ def _admit_whole(optimizer: torch.optim.Optimizer, taken: Sequence[tuple[Options
         )
 
 
-def _update(optimizer: torch.optim.Optimizer, kinds: Sequence[tuple[Options, int]], *, is_in_turn: bool) -> Tensor:
+def _update(optimizer: torch.optim.Optimizer, kinds: Sequence[Kind], *, is_in_turn: bool) -> Tensor:
     """Run some steps of a new optimizer on two parameters of each kind; return their elements.
 
     Args:
-        kinds: (options of a group, number of dimensions of its parameters).
         is_in_turn: update one parameter at a time.
     """
     groups: list[dict[str, Any]] = []
-    for chosen, ndim in kinds:
+    for chosen, ndim, like in kinds:
         shapes = [sizes[:ndim] for sizes in SIZES]
         made = [torch.nn.Parameter(torch.linspace(-1.0, 2.0, math.prod(one), **PLAIN).view(one)) for one in shapes]
+        for each in made:
+            vars(each).update(tried_attributes(like, each.shape))
         groups.append({**chosen, "params": made})
     parts: list[Tensor] = [part for group in groups for part in group["params"]]
     fresh = rebuild(optimizer, groups)
@@ -304,7 +316,7 @@ def _update(optimizer: torch.optim.Optimizer, kinds: Sequence[tuple[Options, int
 
 def _try(
     optimizer: torch.optim.Optimizer,
-    options: Options,
+    kind: Kind,
     shape: tuple[int, ...],
     cuts: Sequence[int] = (),
     *,
@@ -320,15 +332,19 @@ def _try(
         is_replaced: replace the parameter by another of its shape before each step, as where ranks update all of it.
     """
     values, found, numbers = torch.linspace(-1.0, 2.0, math.prod(shape), **PLAIN), list[Tensor](), list[list[Any]]()
+    options, _, like = kind
     places = torch.arange(float(values.numel()), **PLAIN)
     for start, stop in pairwise(cuts or (0, values.numel())):
         entry = torch.nn.Parameter(values.clone().view(shape))
+        vars(entry).update(tried_attributes(like, shape))
         torch.default_generator.manual_seed(0)
         fresh = rebuild(optimizer, [{**copy.deepcopy(dict(options)), "params": [entry]}])
+        given = {**vars(entry)}  # also by the constructor
         part = values[start:stop].clone()
         for step, scale in enumerate(SCALES):
             if is_replaced or (cuts and step == 0):
                 entry = _replaced(fresh, entry, part if cuts else part.view(shape), start)
+                vars(entry).update(given)
             grad = (2 * torch.cos(places) + torch.sin(places * (step + 1)) / 2) * scale  # with a mean, as of a descent
             entry.grad = grad[start:stop].clone().view_as(entry)
             fresh.step()
@@ -340,9 +356,9 @@ def _try(
     return torch.cat(found), numbers
 
 
-def _is_sliced(optimizer: torch.optim.Optimizer, options: Options, shape: tuple[int, ...], cuts: Sequence[int]) -> bool:
+def _is_sliced(optimizer: torch.optim.Optimizer, kind: Kind, shape: tuple[int, ...], cuts: Sequence[int]) -> bool:
     """Return whether slices of a parameter get the numbers of the whole one."""
-    (whole, numbers), (sliced, of_slices) = (_try(optimizer, options, shape, one) for one in ((), cuts))
+    (whole, numbers), (sliced, of_slices) = (_try(optimizer, kind, shape, one) for one in ((), cuts))
     return torch.equal(whole.narrow(0, 0, cuts[-1]), sliced) and all(numbers == [one] for one in of_slices)
 
 

@@ -13,6 +13,7 @@ from typing import Any, final
 
 import torch
 
+from zeroshard.optim.attributes import kind_of, of_each_kind, tried_attributes
 from zeroshard.optim.packed import PackingOptimizer, parts_of, views_of
 from zeroshard.optim.whole import Whole, whole_of
 from zeroshard.table.bytes import Cost
@@ -74,9 +75,16 @@ def as_number(value: Any) -> Any:
 
 
 @torch.random.fork_rng(devices=[])  # user code draws the same numbers as without trials
-def _tried(optimizer: torch.optim.Optimizer, options: Options, sizes: Sequence[int]) -> Tried | str:
-    """Return a new optimizer after steps on a parameter, and the parameter's states, or what it failed with."""
+def _tried(
+    optimizer: torch.optim.Optimizer, options: Options, sizes: Sequence[int], like: Tensor | None
+) -> Tried | str:
+    """Return a new optimizer after steps on a parameter, and the parameter's states, or what it failed with.
+
+    Args:
+        like: a parameter with the attributes of the tried one, if any.
+    """
     part = torch.nn.Parameter(torch.ones(sizes, dtype=torch.float32, device="cpu"))
+    vars(part).update(tried_attributes(like, sizes))
     places = torch.arange(1.0, part.numel() + 1, dtype=torch.float32, device="cpu").view_as(part)
     try:
         fresh = rebuild(optimizer, [{**copy.deepcopy(dict(options)), "params": [part]}])
@@ -179,24 +187,27 @@ def kept_by(optimizer: torch.optim.Optimizer, known: Kept | None = None) -> Kept
     Args:
         known: what it kept before its last group was added.
     """
-    whole, done = whole_of(optimizer), dict[tuple[str, tuple[int, ...]], Tried | str]()
+    whole, done = whole_of(optimizer), dict[tuple[str, tuple[int, ...], str], Tried | str]()
     known, groups = known or Kept(whole, {}, {}, {}), [*enumerate(optimizer.param_groups)][0 if known is None else -1 :]
     costs, shapes, states, failures = known.costs, known.shapes, known.states, [known.failure]
 
-    def tried(options: Options, sizes: tuple[int, ...]) -> Tried | str:
-        if (key := (repr(sorted(options.items())), sizes)) not in done:
-            done[key] = _tried(optimizer, options, sizes)
+    def tried(options: Options, sizes: tuple[int, ...], like: Tensor | None) -> Tried | str:
+        if (key := (repr(sorted(options.items())), sizes, kind_of(like))) not in done:
+            done[key] = _tried(optimizer, options, sizes, like)
         return done[key]
 
     for place, group in groups:
         options = options_of(optimizer, group)
-        taken = [p.ndim for p in group["params"] if whole is not None and is_taken(whole, group, p.shape)]
-        if not isinstance(found := tried(options, (TRIED_NUMEL,)), str):
-            costs, states = {**costs, place: _cost_of(*found)}, {**states, **views_of(*found)}
-        elif len(taken) < len(group["params"]):
-            failures.append(found)
-        for ndim in sorted({ndim for ndim in taken if ndim <= len(PRIMES)}):
-            if isinstance(found := tried(options, PRIMES[:ndim]), str):
+        taken = [p for p in group["params"] if whole is not None and is_taken(whole, group, p.shape)]
+        likes: Sequence[Tensor | None] = of_each_kind(group["params"]) or [None]
+        for like in likes:
+            if not isinstance(found := tried(options, (TRIED_NUMEL,), like), str):
+                cost, states = _cost_of(*found), {**states, **views_of(*found)}
+                costs = {**costs, place: max(cost, costs.get(place, cost))}
+            elif len(taken) < len(group["params"]):
+                failures.append(found)
+        for ndim, like in sorted({p.ndim: p for p in reversed(taken) if p.ndim <= len(PRIMES)}.items()):
+            if isinstance(found := tried(options, PRIMES[:ndim], like), str):
                 failures.append(found)
                 continue
             tensors = [value for value in found[1].values() if isinstance(value, Tensor)]

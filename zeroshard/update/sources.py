@@ -16,6 +16,8 @@ from typing import Any, final
 
 import torch
 
+from zeroshard.core.slot import slot_of
+from zeroshard.optim.attributes import attributes_of
 from zeroshard.optim.pieces import Piece
 from zeroshard.store.disk import Disk
 from zeroshard.torch_private import version_of
@@ -78,6 +80,7 @@ class Lent:
     def __init__(self, master: Tensor, values: Tensor, held: Tensor | None) -> None:
         self.master, self._values, self._held = master, values, held
         self.entry = torch.nn.Parameter(values, requires_grad=master.requires_grad)
+        vars(self.entry).update(attributes_of(slot_of(master).parameter) | attributes_of(master))
 
     def begin(self) -> Tensor:
         """Return the entry, with its gradient."""

@@ -1,0 +1,143 @@
+"""Attributes that code has set on parameters: an optimizer's step reads them on whatever stands for parameters."""
+
+import copy
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import zeroshard as zs
+from zeroshard.optim.admission import check_optimizers
+from zeroshard.optim.keeps import kept_by
+from zeroshard.testing import run_ranks
+
+WORLD = 2
+
+
+class Multiplied(torch.optim.Optimizer):
+    """Has a factor for the learning rate of each parameter, and averages gradients of some."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                update = p.grad
+                if p.is_averaged:  # without a default: a trial needs it
+                    state = self.state[p]
+                    update = state["mean"] = state.get("mean", torch.zeros_like(p)).lerp(update, 0.5)
+                p.sub_(update, alpha=group["lr"] * getattr(p, "lr_mul", 1.0))
+
+
+class Careful(Multiplied):
+    """Clips the updates of parameters that ask for it by their norm, so that slices are updated otherwise."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            p.sub_(p.grad / p.grad.norm() if getattr(p, "is_clipped", False) else p.grad, alpha=0.1)
+
+
+def make() -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Return a model with attributes on parameters, and its optimizer."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    for place, parameter in enumerate(model.parameters()):
+        parameter.is_averaged = place % 2 == 0  # type: ignore[attr-defined]
+    model[0].weight.lr_mul = 10.0  # type: ignore[union-attr]
+    return model, Multiplied(model.parameters())
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, ranks: list[int]) -> None:
+    """Make some steps on the inputs of some ranks; a factor changes between them."""
+    for step in range(4):
+        generator = torch.Generator().manual_seed(step)
+        inputs = torch.randn(WORLD, 4, 8, generator=generator)
+        model(inputs[ranks]).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        model.get_parameter("2.weight").lr_mul = float(step)  # type: ignore[attr-defined]
+
+
+def job(options: dict[str, Any], *, is_whole: bool) -> list[torch.Tensor]:
+    model, optimizer = make()
+    if is_whole:
+        zs.optim.whole_matrix(optimizer)
+    zero = zs.shard(model, optimizer, units=[nn.Linear], **options)
+    train(model, optimizer, [dist.get_rank()])
+    with zero.gathered():
+        return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("is_whole", [False, True])
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_steps_read_the_attributes_of_parameters(stage: int, is_whole: bool) -> None:
+    model, optimizer = make()
+    train(model, optimizer, [*range(WORLD)])
+    for found in run_ranks(functools.partial(job, {"stage": stage}, is_whole=is_whole), WORLD):
+        torch.testing.assert_close(found, [*model.parameters()])
+
+
+def test_updates_of_what_lies_elsewhere_read_them(tmp_path: Path) -> None:
+    model, optimizer = make()
+    train(model, optimizer, [*range(WORLD)])
+    filed = zs.Offload(parameters=1.0, states=0.0, to=str(tmp_path))
+    cases = ({"offload": "host"}, False), ({"offload": filed}, True)
+    for options, is_whole in cases:
+        for found in run_ranks(functools.partial(job, {"stage": 3, **options}, is_whole=is_whole), WORLD):
+            torch.testing.assert_close(found, [*model.parameters()])
+
+
+def test_entries_have_the_attributes_of_their_parameters_and_their_own() -> None:
+    model, optimizer = make()
+    zs.shard(model, optimizer, stage=1)
+    weight, entry = model.get_parameter("0.weight"), optimizer.param_groups[0]["params"][0]
+    assert entry.lr_mul == 10.0
+    weight.lr_mul = 2.0  # type: ignore[attr-defined]
+    assert entry.lr_mul == 2.0
+    entry.lr_mul = 3.0
+    assert (entry.lr_mul, weight.lr_mul) == (3.0, 2.0)  # type: ignore[attr-defined]
+    for missing in ("nothing", "_guard"):
+        with pytest.raises(AttributeError, match=f"no attribute '{missing}'"):
+            getattr(entry, missing)
+    assert not hasattr(weight, "_replaced")
+    assert not hasattr(copy.deepcopy(entry), "_zeroshard")
+
+
+def test_trials_have_the_attributes_of_each_parameter() -> None:
+    model = nn.Linear(8, 8)
+    check_optimizers({}, [Careful(model.parameters())], None, is_cut=True)
+    model.bias.is_clipped = True  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match="Careful is not element-wise"):
+        check_optimizers({}, [Careful(model.parameters())], None, is_cut=True)
+
+
+def test_states_that_attributes_ask_for_are_known() -> None:
+    kept = kept_by(make()[1])
+    assert (kept.failure, kept.per_element, kept.costs[0].per_element) == ("", 1, 1)
+
+
+def test_attributes_that_fit_one_shape_do_not_fail_the_trial_of_whole_parameters() -> None:
+    class Viewed(Multiplied):
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+                p.sub_(p.grad.view(getattr(p, "form", p.shape)).view_as(p) * getattr(p, "mask", 1.0), alpha=0.1)
+
+    model = nn.Linear(8, 8)
+    model.weight.form, model.bias.mask = (4, 16), torch.zeros(8)  # type: ignore[attr-defined]
+    optimizer, before = Viewed(model.parameters()), model.bias.detach().clone()
+    zs.optim.whole_matrix(optimizer)
+    zero = zs.shard(model, optimizer, stage=1)
+    model(torch.ones(2, 8)).sum().backward()
+    optimizer.step()
+    with zero.gathered():
+        assert torch.equal(model.bias, before)
