@@ -88,6 +88,18 @@ class Listed(Scaled):
                 p.sub_(p.grad, alpha=0.1)
 
 
+class Mapped(Scaled):
+    """Keeps a momentum by parameter, or by its identity, in a dict of its own."""
+
+    def __init__(self, params: Any, key: Callable[[Tensor], Any] = lambda p: p) -> None:
+        super().__init__(params)
+        self.key, self.kept = key, {key(p): torch.zeros_like(p) for group in self.param_groups for p in group["params"]}
+
+    def factor(self, p: Tensor, group: dict[str, Any]) -> Any:
+        assert p.grad is not None
+        return self.kept[self.key(p)].mul_(0.9).add_(p.grad)
+
+
 class Noisy(Scaled):
     """Draws random numbers."""
 
@@ -161,6 +173,19 @@ def test_a_list_of_its_own_is_refused(stage: int) -> None:
     model = nn.Linear(3, 2)
     with pytest.raises(ValueError, match="Listed does not update what is in its groups"):
         zs.shard(model, Listed(model.parameters()), stage=stage, precision="bf16")
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("key", [lambda p: p, id])
+def test_states_in_a_dict_by_parameter_are_refused(key: Callable[[Tensor], Any], stage: int) -> None:
+    model = nn.Linear(3, 2)
+    message = r"Mapped\.kept has a Tensor for the parameter 'weight'.*self\.state\[p\]"
+    with pytest.raises(ValueError, match=message) as info:
+        zs.shard(model, Mapped(model.parameters(), key), stage=stage)
+    assert "tensor(" not in str(info.value)
+    for is_cut in (False, True):  # a dict that is not an attribute: a trial shows it
+        with pytest.raises(ValueError, match=r"Mapped does not update what is in its groups.*self\.state\[p\]"):
+            check_optimizers({}, [Mapped(model.parameters(), key)], None, is_cut=is_cut)
 
 
 def test_a_trial_draws_no_numbers_of_user_code() -> None:

@@ -88,6 +88,7 @@ def check_optimizers(
     for optimizer in optimizers:
         kind = type(optimizer).__name__
         _refuse(optimizer)
+        _refuse_by_parameter(optimizer, names)
         admit_groups(optimizer, optimizer.param_groups, elementwise, is_cut=is_cut)
         if (whole := whole_of(optimizer)) is None:
             continue
@@ -146,6 +147,23 @@ def _refuse(optimizer: torch.optim.Optimizer) -> None:
             "of a sharded model does not see changes outside step(). Use an optimizer with a schedule, and "
             "torch.optim.swa_utils.AveragedModel, updated in `with zero.gathered():`, for averages."
         )
+
+
+def _refuse_by_parameter(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> None:
+    """Raise if an optimizer that is not torch's keeps tensors by parameter, or numbers, in a dict of its own.
+
+    Raises:
+        ValueError: entries of a sharded optimizer are no keys of it.
+    """
+    for attribute, kept in ({} if is_elementwise(optimizer) else vars(optimizer)).items():
+        for key, value in kept.items() if isinstance(kept, Mapping) and attribute != "state" else ():
+            name = names.get(key if isinstance(key, int) else id(key))
+            if name is not None and not isinstance(value, str):
+                raise ValueError(
+                    f"{type(optimizer).__name__}.{attribute} has a {type(value).__name__} for the parameter '{name}': "
+                    "zs.shard puts other entries into the groups, which are no keys of it. Keep what belongs to a "
+                    "parameter in self.state[p], where zs.shard finds it."
+                )
 
 
 def _swaps(optimizer: torch.optim.Optimizer) -> bool:
@@ -230,7 +248,7 @@ def _admit(
     try:
         trials = TRIALS[kind[1] - 1]
         shape = trials[0][0]
-        reads_groups = torch.equal(*(_try(optimizer, kind, shape, is_replaced=one)[0] for one in (False, True)))
+        reads_groups = _reads_groups(optimizer, kind, shape)
         # The small one first: some need much time and memory for the large one.
         is_fine = not (is_cut and reads_groups) or all(_is_sliced(optimizer, kind, *one) for one in trials)
     except Exception as error:
@@ -243,8 +261,9 @@ def _admit(
     if not reads_groups:
         raise ValueError(
             f"{cls.__name__} does not update what is in its groups: zs.shard puts other entries there, and in a trial "
-            "they got other numbers. It may keep a list of its parameters, or states outside optimizer.state. Let its "
-            f"step() read param_groups and state, or use one of {', '.join(sorted(ELEMENTWISE))}."
+            "they got other numbers, or none. It may keep a list of its parameters, or states outside optimizer.state. "
+            "Let its step() read param_groups, and keep states in self.state[p], or use one of "
+            f"{', '.join(sorted(ELEMENTWISE))}."
         )
     if not is_fine:
         raise ValueError(
@@ -354,6 +373,14 @@ def _try(
             group = fresh.param_groups[0].items()
             numbers.append([(key, repr(as_number(one))) for key, one in group if key != "params"])
     return torch.cat(found), numbers
+
+
+def _reads_groups(optimizer: torch.optim.Optimizer, kind: Kind, shape: tuple[int, ...]) -> bool:
+    """Return whether other entries in the groups get the numbers of the parameter."""
+    expected, _ = _try(optimizer, kind, shape)
+    with suppress(LookupError):  # what it keeps by parameter
+        return torch.equal(expected, _try(optimizer, kind, shape, is_replaced=True)[0])
+    return False
 
 
 def _is_sliced(optimizer: torch.optim.Optimizer, kind: Kind, shape: tuple[int, ...], cuts: Sequence[int]) -> bool:
