@@ -362,3 +362,26 @@ def utilities_everywhere() -> list[str]:
 def test_the_utilities_of_torch_do_what_they_do_on_whole_gradients() -> None:
     for found in run_ranks(utilities_everywhere, 2, timeout_s=TIMEOUT_S):
         assert not found, "\n".join(found[:40])
+
+
+def negated(stage: int) -> dict[str, Tensor]:
+    model = Shapes()
+    zs.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=stage, units=[])
+    grads = gradients(model, torch.float32)
+    for name in USED[:4]:
+        grads[name].neg_()
+    torch._foreach_neg_([grads[name] for name in USED[3:]])
+    return {name: full(grad) for name, grad in grads.items()}
+
+
+def full(grad: Tensor) -> Tensor:
+    return grad.full_tensor() if isinstance(grad, LogicalGradient) else grad.clone()
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_gradients_are_negated_in_place(stage: int) -> None:
+    plain = gradients(Shapes(), torch.float32)
+    for found in run_ranks(negated, 2, stage):
+        assert found.keys() == plain.keys()
+        for name, grad in found.items():
+            assert torch.equal(grad, plain[name] if name == "number" else -plain[name]), name

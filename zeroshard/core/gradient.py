@@ -41,11 +41,10 @@ LOCAL, SENT, UNUSED, USED, ALL = Own.LOCAL, Own.SENT, Sum.UNUSED, Sum.USED, Scop
 METADATA = frozenset(
     """
     __dir__ __hash__ __len__ _backward_hooks _base _has_compatible_shallow_copy_type _is_view _parse_to
-    _post_accumulate_grad_hooks dense_dim device dim dtype
-    element_size get_device grad grad_dtype grad_fn has_names is_complex is_contiguous is_cpu is_cuda is_floating_point
-    is_inference is_leaf is_meta is_mkldnn is_mps is_nested is_quantized is_same_size is_sparse is_sparse_csr is_xpu
-    itemsize layout names nbytes ndim nelement numel output_nr requires_grad retains_grad shape size sparse_dim
-    storage_offset stride volatile
+    _post_accumulate_grad_hooks dense_dim device dim dtype element_size get_device grad grad_dtype grad_fn has_names
+    is_complex is_contiguous is_cpu is_cuda is_floating_point is_inference is_leaf is_meta is_mkldnn is_mps is_nested
+    is_quantized is_same_size is_sparse is_sparse_csr is_xpu itemsize layout names nbytes ndim nelement numel output_nr
+    requires_grad retains_grad shape size sparse_dim storage_offset stride volatile
     """.split()
 )
 """Tensor attributes and methods that read no values, which a tensor without storage supports."""
@@ -60,7 +59,8 @@ NORMS = MappingProxyType(
 )
 """The norms of torch, with the names of their positional arguments after the tensor."""
 
-LINEAR = frozenset("mul_ div_ __imul__ __itruediv__ zero_ _foreach_mul_ _foreach_div_ _foreach_zero_".split())
+SCALINGS = ("mul_", "div_", "neg_", "zero_")
+LINEAR = frozenset([*SCALINGS, *(f"_foreach_{name}" for name in SCALINGS), "__imul__", "__itruediv__"])
 ELEMENTWISE = frozenset(
     "clamp_ clamp_min_ clamp_max_ clip_ nan_to_num_ _foreach_clamp_min_ _foreach_clamp_max_".split()
 )
