@@ -58,7 +58,7 @@ ADMITTED = {
     "states by the options of groups, of other dtypes and of later steps, why a trial failed": 22,
     "trials of as many dimensions as parameters have, every hook of wrappers": 7,
     "numbers of groups in trials": 5,
-    "trials with the attributes of parameters": 49,
+    "trials with the attributes of parameters": 51,
     "states in a dict by parameter are refused by name": 17,
 }
 """Lines of optimizers that silent faults of admission have added since the budgets were set."""
