@@ -43,6 +43,7 @@ PLANNED = {
     "steps of the greediest group, the mean of states that differ by group": 7,
     "the step in which an exchange of islands ends, the first step without one": 50,
     "paths of models that do not exist": 3,
+    "updates on lists, with moments, of matrices marked by hand": 11,
 }
 """Lines of plans that silent faults and slow searches have added since the budgets were set."""
 SHOWN = {
@@ -56,6 +57,7 @@ ADMITTED = {
     "trials with the options of groups, each slice in an optimizer of its own, in other entries": 48,
     "which states are of elements and which are counters": 26,
     "states by the options of groups, of other dtypes and of later steps, why a trial failed": 22,
+    "Adafactor's lists and moments": 1,
     "trials of as many dimensions as parameters have, every hook of wrappers": 7,
     "numbers of groups in trials": 5,
     "trials with the attributes of parameters": 51,
@@ -141,6 +143,7 @@ ADDED = {
     "optimizers that make way for those of another training": 29,
     "states of optimizers that Accelerate does not copy to its device": 6,
     "attributes of parameters on what stands for them": 9,
+    "groups of whole matrices in plans": 4,
 }
 """Lines of the engine that features have added since the budgets were set."""
 MOVED = {

@@ -43,12 +43,23 @@ def two_layers() -> nn.Module:
     return nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(2)))
 
 
+def group_of_each(parameters: Any, lr: float) -> torch.optim.Optimizer:
+    return torch.optim.Adafactor([{"params": [one]} for one in parameters], lr, foreach=True)
+
+
 MADE: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "NAdam": torch.optim.NAdam,
     "RMSprop": torch.optim.RMSprop,
     "AdamW on lists": functools.partial(torch.optim.AdamW, foreach=True),
     "fused AdamW": functools.partial(torch.optim.AdamW, fused=True),
     "Lion": zs.optim.Lion,
+    "Adafactor on lists": functools.partial(torch.optim.Adafactor, foreach=True),
+    "Adafactor on lists, a group of each parameter": group_of_each,
+    "Adafactor with moments": functools.partial(zs.optim.Adafactor, beta1=0.9),
+    "Adafactor on lists with moments": functools.partial(zs.optim.Adafactor, beta1=0.9, foreach=True),
+    "whole matrices on lists": lambda *some, **named: zs.optim.whole_matrix(
+        torch.optim.AdamW(*some, **named, foreach=True)
+    ),
 }
 
 

@@ -47,7 +47,9 @@ def updates_of_optimizer(
                 entries.append(Sliced(bucket, index, kept.costs.get(number, unknown)))
                 continue
             nbytes = whole_bytes(kept.shapes.get((number, len(shape)), ()), shape, itemsize(bucket.formats.state))
-            kind = "adafactor" if isinstance(optimizer, torch.optim.Adafactor) else "other"
-            kind = "newton-schulz" if whole.cost is newton_schulz_cost else kind
-            entries.append(Owned(bucket, index, shape, *nbytes, float(whole.cost(shape)), kind, owner))
+            kind = "newton-schulz" if whole.cost is newton_schulz_cost else "other"
+            if isinstance(optimizer, torch.optim.Adafactor):
+                lists, moments = group.get("foreach"), group.get("beta1") is not None
+                kind = "adafactor" + " on lists" * bool(lists) + " with moments" * moments
+            entries.append(Owned(bucket, index, shape, *nbytes, float(whole.cost(shape)), kind, owner, number))
     return make_updates(entries)

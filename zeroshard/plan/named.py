@@ -217,7 +217,10 @@ def passing_bytes_of(
 def _kernel_bytes(updates: Updates, passing: Passing, *, is_cpu: bool) -> int:
     """Return what the kernels of an optimizer take at most."""
     most, before, total, size = 0.0, 0, 0, 0
-    for one in updates.trained.parameters:
+    # Where nothing is sent to owners, one call updates whole tensors and slices; `turns.py` has what other kinds take.
+    whole = (one for one in updates.trained.whole if one.kind == "other" and one.bucket.updates_all)
+    entries: list[Sliced | Owned] = [*updates.trained.parameters, *whole]
+    for one in entries:
         numel, size = one.numel, itemsize(one.bucket.formats.state)
         most, before, total = max(most, passing.own * numel + passing.before * before), numel, total + numel
     return int(size * (most + passing.total * min(total, passing.batch_numel[not is_cpu] or total)))

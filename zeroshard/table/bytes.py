@@ -106,8 +106,9 @@ class Owned:
         index: index of the parameter in the bucket.
         state_bytes, counter_bytes: bytes of its optimizer states and counters.
         cost: balances owners.
-        kind: says how long an update takes: "newton-schulz", "adafactor" or "other".
+        kind: says how long an update takes, and what memory: a key of `plan.step.turns.KINDS`.
         owner: the rank that updates it; -1 until `make_updates` chooses it.
+        group: the index of its group in the optimizer.
     """
 
     bucket: BucketSpec
@@ -118,6 +119,12 @@ class Owned:
     cost: float = 0.0
     kind: str = "other"
     owner: int = -1
+    group: int = 0
+
+    @property
+    def numel(self) -> int:
+        """Elements of the parameter."""
+        return self.bucket.layout.numels[self.index]
 
     @property
     def is_kept(self) -> bool:

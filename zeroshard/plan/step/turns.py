@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import groupby
+from operator import attrgetter
 from types import MappingProxyType
 from typing import Final, final
 
@@ -42,11 +43,13 @@ class Kind:
     Args:
         passing_bytes: the peak of temporary memory.
         left_bytes: what of it a loop over parameters keeps until it has the temporary memory of the next one.
+        total: numbers for each element of all parameters of a group, which one call updates.
     """
 
     kernels: Callable[[Shape], Sequence[Cost]]
     passing_bytes: Callable[[Shape], int]
     left_bytes: Callable[[Shape], int] = lambda shape: 0
+    total: int = 0
 
 
 def _matrices(shape: Shape) -> tuple[int, int, int]:
@@ -78,14 +81,18 @@ def _adafactor(shape: Shape) -> Sequence[Cost]:
     return [Cost(0, float(nbytes * math.prod(shape))) for nbytes in (4, 4, 4, 4, 8, 8, 8, 12, 4, 12)]
 
 
+_IN_LOOPS: Final = lambda s: math.prod(s) * WIDE * (1 if s[1:] else 2), lambda s: math.prod(s) * WIDE
+"""Of Adafactor: the estimate becomes the update; for a vector, its square is also held."""
+_ON_LISTS: Final = (lambda s: 0,) * 2
 KINDS: Final[Mapping[str, Kind]] = MappingProxyType(
     {
         "newton-schulz": Kind(_newton_schulz, _newton_schulz_bytes),
-        # The estimate becomes the update; for a vector, its square is also held.
-        "adafactor": Kind(
-            _adafactor, lambda s: math.prod(s) * WIDE * (1 if s[1:] else 2), lambda s: math.prod(s) * WIDE
-        ),
-        # Values and gradients are read, and values written; temporary memory is unknown.
+        "adafactor": Kind(_adafactor, *_IN_LOOPS),
+        "adafactor on lists": Kind(_adafactor, *_ON_LISTS, total=1),
+        # The updates of all parameters of a group are there before the first is added to its moment.
+        "adafactor with moments": Kind(_adafactor, *_IN_LOOPS, total=1),
+        "adafactor on lists with moments": Kind(_adafactor, *_ON_LISTS, total=2),
+        # Values and gradients are read, and values written; of temporary memory, the trace is `plan/named.py`'s.
         "other": Kind(lambda shape: [Cost(0, 3.0 * WIDE * math.prod(shape))], lambda shape: 0),
     }
 )
@@ -188,13 +195,17 @@ def turns_of(matrices: Sequence[Owned], device: Device) -> list[Turn]:
 
 def _held_bytes(matrices: Sequence[Owned]) -> int:
     """Return the peak of temporary memory of consecutive updates of matrices, without gradients in another dtype."""
-    converted = 0
+    converted, most = 0, 0
     for one in matrices:
         formats = one.bucket.formats
         converted += math.prod(one.shape) * itemsize(formats.state) * (formats.grad != formats.state)
-    left = [0, *(KINDS[one.kind].left_bytes(one.shape) for one in matrices)]
-    passing = (KINDS[one.kind].passing_bytes(one.shape) for one in matrices)
-    return converted + max(map(sum, zip(left, passing, strict=False)), default=0)
+    for _, some in groupby(matrices, attrgetter("group")):
+        group = [(KINDS[one.kind], one.shape) for one in some]
+        left = [0, *(kind.left_bytes(shape) for kind, shape in group)]
+        passing = (kind.passing_bytes(shape) for kind, shape in group)
+        total = sum(kind.total * math.prod(shape) * WIDE for kind, shape in group)
+        most = max(most, total + max(map(sum, zip(left, passing, strict=False))))
+    return converted + most
 
 
 def play(turns: Sequence[Turn], clock: Clock, storages: Storages, update_slices: Callable[[], None]) -> None:
