@@ -144,6 +144,7 @@ ADDED = {
     "states of optimizers that Accelerate does not copy to its device": 6,
     "attributes of parameters on what stands for them": 9,
     "groups of whole matrices in plans": 4,
+    "a buffer that is replaced goes first": 1,
 }
 """Lines of the engine that features have added since the budgets were set."""
 MOVED = {

@@ -7,9 +7,11 @@ needs padding, so that they hold for the sum over ranks and padding is counted a
 import functools
 import gc
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -20,8 +22,11 @@ from tests import models
 from tests.oracle import STAGES, TIMEOUT_S, Sharded, randn
 from zeroshard.table.layout import plan_layout
 from zeroshard.table.pool import choose_buffer
+from zeroshard.table.trace import Ledger
 from zeroshard.testing import run_ranks
+from zeroshard.wire.buffers import Pool
 from zeroshard.wire.comm import Tag
+from zeroshard.wire.memory import OwnMemory
 
 EVEN = 48  # 48 * 48 elements are whole cache lines for 2, 3 and 4 ranks alike
 BYTES = 4
@@ -353,6 +358,22 @@ def test_a_whole_gradient_that_the_user_keeps_outlives_zero_grad() -> None:
 )
 def test_a_pooled_buffer_fits_or_is_replaced(free: list[int], numel: int, use: int | None, replace: int | None) -> None:
     assert choose_buffer(free, numel) == (use, replace)
+
+
+def test_a_buffer_is_freed_before_the_one_that_replaces_it_is_made() -> None:
+    cpu, made, were_there = torch.device("cpu"), list[weakref.ref[Tensor]](), list[bool]()
+
+    def zeros(memory: OwnMemory, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        were_there.extend(one() is not None for one in made)
+        tensor = torch.zeros(numel, dtype=dtype, device=device)
+        made.append(weakref.ref(tensor))
+        return tensor
+
+    with patch.object(OwnMemory, "zeros", zeros):
+        pool = Pool(OwnMemory(), Ledger(), keeps=True)
+        pool.give(pool.take(1000, torch.float32, cpu))
+        pool.take(1200, torch.float32, cpu)
+    assert were_there == [False]
 
 
 class Mixed(models.Even):

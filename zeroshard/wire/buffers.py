@@ -43,6 +43,7 @@ class Pool:
         if gone is not None:
             self._ledger.add("transient", -gone.memory.nbytes)
             self.memory.give_back(gone.memory)
+            gone.memory = None  # before the new memory is taken
         if buffer.memory is None:
             buffer.memory = self.memory.zeros(numel, dtype, device)
             self._ledger.add("transient", buffer.memory.nbytes)
