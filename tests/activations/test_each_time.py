@@ -1,6 +1,8 @@
 """Each recomputation is compared with its forward, at every step: a difference is an error."""
 
+import weakref
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -219,6 +221,25 @@ def test_a_forward_that_saves_less_than_those_before_is_compared(is_frozen: bool
     for text in run_ranks(less, 1, is_frozen, timeout_s=TIMEOUT_S):
         assert text.startswith("2 "), text
         assert "gave other outputs than its forward" in text
+
+
+def test_recomputed_modules_keep_one_state_of_random_numbers_each() -> None:
+    """That of torch's checkpoint, until the backward; what is compared is a checksum."""
+    ask, made = torch.get_rng_state, list[weakref.ref[Any]]()
+
+    def noted() -> Tensor:
+        state = ask()
+        made.append(weakref.ref(state))
+        return state
+
+    model = nn.Sequential(*(Same() for _ in range(3)))
+    zs.shard(model, torch.optim.SGD(model.parameters()), stage=0, activations="recompute")
+    for _ in range(2):
+        with patch.object(torch, "get_rng_state", noted):
+            loss = model(torch.ones(2, WIDTH)).sum()
+        assert len(made) > len(model)
+        assert sum(one() is not None for one in made) == len(model)
+        loss.backward()
 
 
 @pytest.mark.parametrize("is_transposed", [False, True])

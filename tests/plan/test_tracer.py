@@ -218,6 +218,8 @@ class Stack(nn.Module):
 
 
 HIDDEN, INNER = 4 * ROWS * H, 4 * ROWS * 4 * H
+STATE = torch.get_rng_state().nbytes
+"""Of the random numbers of a CPU, which a checkpoint restores for its recomputation."""
 selective = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default])
 
 
@@ -225,17 +227,24 @@ selective = functools.partial(create_selective_checkpoint_contexts, [torch.ops.a
     ("wrap", "saved"),
     [
         (lambda block, x: block(x), HIDDEN + 2 * INNER),
-        (functools.partial(checkpoint, use_reentrant=False), HIDDEN),
+        (functools.partial(checkpoint, use_reentrant=False), HIDDEN + STATE),
         # The input, and the results of both products.
-        (functools.partial(checkpoint, use_reentrant=False, context_fn=selective), 2 * HIDDEN + INNER),
+        (functools.partial(checkpoint, use_reentrant=False, context_fn=selective), 2 * HIDDEN + INNER + STATE),
     ],
     ids=["kept", "recompute", "selective"],
 )
 def test_a_checkpointed_block_saves_its_input(wrap: Callable[..., Tensor], saved: int) -> None:
     trace = traced(Stack(wrap), is_leaf=True)
     # A result that is kept is the next block's input.
-    shared = HIDDEN * (saved == 2 * HIDDEN + INNER)
+    shared = HIDDEN * (saved == 2 * HIDDEN + INNER + STATE)
     assert trace.saved_bytes() == sum(saved_by_module(trace).values()) == 3 * saved - 2 * shared
+
+
+def test_a_recomputation_on_a_gpu_keeps_no_state_of_random_numbers_there() -> None:
+    before = torch.get_rng_state
+    trace = traced(Stack(functools.partial(checkpoint, use_reentrant=False)), is_leaf=True, personality="cuda")
+    assert trace.saved_bytes() == 3 * HIDDEN
+    assert torch.get_rng_state is before
 
 
 def test_a_recomputation_is_seen_in_the_backward() -> None:
@@ -243,7 +252,7 @@ def test_a_recomputation_is_seen_in_the_backward() -> None:
     again = [
         e for e in trace.events if e.phase is Phase.BACKWARD and e.category is Category.ACTIVATION and e.nbytes > 0
     ]
-    assert [(e.module, e.nbytes) for e in again] == [
+    assert [(e.module, e.nbytes) for e in again if e.nbytes != STATE] == [
         (f"blocks.{block}.{layer}", INNER) for block in (2, 1, 0) for layer in (0, 1)
     ]
     assert (
@@ -254,7 +263,7 @@ def test_a_recomputation_is_seen_in_the_backward() -> None:
 
 def test_a_reentrant_checkpoint_is_traced() -> None:
     trace = traced(Stack(functools.partial(checkpoint, use_reentrant=True)), is_leaf=True)
-    assert trace.saved_bytes() == 3 * HIDDEN
+    assert trace.saved_bytes() == 3 * (HIDDEN + STATE)
     assert by_category(trace)["gradient"] == by_category(trace)["parameter"]
 
 

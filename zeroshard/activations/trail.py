@@ -5,16 +5,17 @@ devices itself. It must not know who recomputes.
 
 Note: what is compared
     For each saved tensor in a bucket, its place there: another layer of the same shape is found without reading values.
-    Of the last saved floating-point tensor and of the tensors saved after it, such as masks, a sum; and the states of
-    torch's random numbers at that moment. The recomputation can still stop there. A tensor is known to be the last one
-    from earlier forwards of the module; the first forward sums all. A forward that saves less than those before,
-    because parameters are frozen now or by another path, has no sum: its recomputation runs to its end, for its
+    Of the last saved floating-point tensor and of the tensors saved after it, such as masks, a sum; and checksums of
+    the states of torch's random numbers at that moment. The recomputation can still stop there. A tensor is known to be
+    the last one from earlier forwards of the module; the first forward sums all. A forward that saves less than those
+    before, because parameters are frozen now or by another path, has no sum: its recomputation runs to its end, for its
     outputs. On a device the host never waits for a sum: a flag is read with the guard's (`Guard.suspect`).
 Note: changes in place
     Autograd refuses a saved tensor that was changed later, by its version; hooks turn this check off, so it is made
     here for recomputed tensors. `core/saved.py` checks those of buckets.
 """
 
+import zlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, final
@@ -77,7 +78,7 @@ class Trail:
         """Of the tensors of the last recomputation."""
         self._again: list[tuple[int, int] | None] = []
         """Their places."""
-        self._last, self._random = -1, list[Tensor]()
+        self._last, self._random = -1, list[int]()
         self._pack: Any = None
         """The hook of `torch.utils.checkpoint` in the forward."""
         self._sums: dict[int, Sum] = {}
@@ -150,7 +151,7 @@ class Trail:
             self._compare_values(number, value)
 
     def _compare_values(self, number: int, value: Tensor) -> None:
-        if number == self._last and not all(map(torch.equal, self._random, _random_states(value))):
+        if number == self._last and self._random and self._random != _random_states(value):
             raise self._trails.differs("drew other random numbers than its forward")
         if number in self._sums:
             self._trails.suspect(_differ(self._sums[number], _sum_of(value)))
@@ -200,7 +201,10 @@ def _differ(first: Sum, again: Sum) -> Tensor | bool:
         return (gaps[0] > SUM_TOLERANCE * norm) | (gaps[1] > NORM_TOLERANCE * norm)
 
 
-def _random_states(value: Tensor) -> list[Tensor]:
-    """Return the states of torch's generators of the CPU and of a tensor's device; the host knows both."""
+def _random_states(value: Tensor) -> list[int]:
+    """Return the CRC-32 of the states of torch's generators of the CPU and of a tensor's device, in host memory.
+
+    The state of a CPU's generator has 5 KB, which each recomputed module would keep until its backward.
+    """
     own = [] if value.device.type == "cpu" else [torch.get_device_module(value.device).get_rng_state(value.device)]
-    return [torch.get_rng_state(), *own]
+    return [zlib.crc32(state.numpy().data) for state in (torch.get_rng_state(), *own)]

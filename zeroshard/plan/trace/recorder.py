@@ -21,8 +21,10 @@ Note: what fake tensors change
 import math
 import weakref
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial, wraps
+from threading import get_ident
 from types import MappingProxyType
 from typing import Any, Final, final
 
@@ -157,6 +159,25 @@ class Recorder(DispatchMode):
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+
+    @contextmanager
+    def follow_states(self) -> Iterator[None]:
+        """Record the states of random numbers that torch copies on a CPU: each recomputed module keeps one."""
+        before, thread = getattr(torch.get_rng_state, "__wrapped__", torch.get_rng_state), get_ident()
+
+        @wraps(before)
+        def get_rng_state() -> Tensor:
+            state: Tensor = before()
+            if self.kernels.name == "cpu" and get_ident() == thread:
+                self._note(state, _TEMPORARY[self.phase])
+            return state
+
+        torch.get_rng_state = get_rng_state
+        try:
+            yield
+        finally:
+            if torch.get_rng_state is get_rng_state:  # else that of a trace in another thread, which began later
+                torch.get_rng_state = before
 
     def calibrate(self) -> None:
         """Measure the reference count of an unshared tensor at the time when its sum with another is seen here."""

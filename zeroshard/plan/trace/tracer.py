@@ -100,6 +100,7 @@ def trace_step(
             watch.begin(model, recorder.mark)
             stack.callback(watch.end)
         stack.enter_context(recorder)
+        stack.enter_context(recorder.follow_states())
         recorder.calibrate()
         if split_parameters(model):
             stack.enter_context(while_inferring(recorder.pause))
