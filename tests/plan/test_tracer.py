@@ -227,23 +227,26 @@ selective = functools.partial(create_selective_checkpoint_contexts, [torch.ops.a
     ("wrap", "saved"),
     [
         (lambda block, x: block(x), HIDDEN + 2 * INNER),
-        (functools.partial(checkpoint, use_reentrant=False), HIDDEN + STATE),
+        (functools.partial(checkpoint, use_reentrant=False), HIDDEN),
         # The input, and the results of both products.
-        (functools.partial(checkpoint, use_reentrant=False, context_fn=selective), 2 * HIDDEN + INNER + STATE),
+        (functools.partial(checkpoint, use_reentrant=False, context_fn=selective), 2 * HIDDEN + INNER),
     ],
     ids=["kept", "recompute", "selective"],
 )
 def test_a_checkpointed_block_saves_its_input(wrap: Callable[..., Tensor], saved: int) -> None:
     trace = traced(Stack(wrap), is_leaf=True)
     # A result that is kept is the next block's input.
-    shared = HIDDEN * (saved == 2 * HIDDEN + INNER + STATE)
+    shared = HIDDEN * (saved == 2 * HIDDEN + INNER)
     assert trace.saved_bytes() == sum(saved_by_module(trace).values()) == 3 * saved - 2 * shared
 
 
-def test_a_recomputation_on_a_gpu_keeps_no_state_of_random_numbers_there() -> None:
+@pytest.mark.parametrize(("personality", "kept"), [("cpu", 3), ("cuda", 0)])
+def test_a_recomputation_on_a_cpu_keeps_a_state_of_random_numbers(personality: str, kept: int) -> None:
     before = torch.get_rng_state
-    trace = traced(Stack(functools.partial(checkpoint, use_reentrant=False)), is_leaf=True, personality="cuda")
-    assert trace.saved_bytes() == 3 * HIDDEN
+    trace = traced(Stack(functools.partial(checkpoint, use_reentrant=False)), personality=personality)
+    forward = [event.nbytes for event in trace.events if event.phase is Phase.FORWARD]
+    assert forward.count(STATE) == kept
+    assert forward.count(-STATE) == 0
     assert torch.get_rng_state is before
 
 
@@ -263,7 +266,7 @@ def test_a_recomputation_is_seen_in_the_backward() -> None:
 
 def test_a_reentrant_checkpoint_is_traced() -> None:
     trace = traced(Stack(functools.partial(checkpoint, use_reentrant=True)), is_leaf=True)
-    assert trace.saved_bytes() == 3 * (HIDDEN + STATE)
+    assert trace.saved_bytes() == 3 * HIDDEN
     assert by_category(trace)["gradient"] == by_category(trace)["parameter"]
 
 

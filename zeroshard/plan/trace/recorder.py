@@ -169,7 +169,7 @@ class Recorder(DispatchMode):
         def get_rng_state() -> Tensor:
             state: Tensor = before()
             if self.kernels.name == "cpu" and get_ident() == thread:
-                self._note(state, _TEMPORARY[self.phase])
+                self._note(state, Category.BACKWARD)  # which reads it: no activation
             return state
 
         torch.get_rng_state = get_rng_state
