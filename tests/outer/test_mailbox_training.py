@@ -13,6 +13,8 @@ import zeroshard as zs
 from tests.contract.blocks import examples, run_block
 from tests.contract.source import REPOSITORY
 from zeroshard.outer.island_log import replay
+from zeroshard.outer.island_model import ModelShards
+from zeroshard.outer.mailbox_wire import MailboxError
 from zeroshard.testing import run_ranks
 
 from .islands import at_once, mailbox, secret_in
@@ -110,6 +112,59 @@ def test_islands_that_do_not_wait_are_repeated_from_their_logs_bit_for_bit(tmp_p
     assert all(replay(tmp_path / "log" / f"{name}-{rank}").changes > 0 for name in "ab" for rank in (0, 1))
     again = launch(replace(asked(island="a"), log=None, replay=tmp_path / "log"), 2, 3, "bf16")
     assert all(torch.equal(runs[0][name], again[name]) for name in again)
+
+
+def numbered(frozen: str = "") -> nn.Sequential:
+    """Return a model each of whose elements has a value of its own."""
+    model, count = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(4))), 0
+    for name, parameter in model.named_parameters():
+        parameter.data.copy_(torch.arange(count, count + parameter.numel()).view(4, 4))
+        parameter.requires_grad_(name[0] not in frozen)
+        count += parameter.numel()
+    return model
+
+
+def cut(model: nn.Module, **options: Any) -> zs.Zero:
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return zs.shard(model, torch.optim.SGD(trained, lr=0.1), **options)
+
+
+CUTS: list[tuple[str, dict[str, Any]]] = [
+    ("", {"stage": 3, "units": [nn.Linear]}),
+    ("", {"stage": 1, "units": [nn.Linear]}),
+    ("", {"stage": 3, "units": [nn.Linear], "parameters": {"0": "replicated"}}),
+    ("", {"stage": 3, "units": []}),
+    ("", {"stage": 2, "units": []}),
+    ("", {"stage": 0, "units": [nn.Linear]}),
+    ("0", {"stage": 3, "units": [nn.Linear]}),
+    ("2", {"stage": 3, "units": [nn.Linear]}),
+]
+
+
+def described(address: str, secret: str) -> tuple[list[tuple[list[list[float]], Any]], str]:
+    """Return what each cut has on each rank, with how islands describe it, and why two islands differ."""
+    zs.init()
+    found = []
+    for frozen, options in CUTS:
+        shards = ModelShards(cut(numbered(frozen), **options)._engine)
+        found.append((shards.texts(str(shards.read().tolist())), shards.facts))
+    outer = partial(zs.Outer, every=1, address=address, secret_file=secret, islands=2)
+    first = cut(numbered(), stage=3, units=[nn.Linear], outer=outer(island="a"))
+    with pytest.raises(MailboxError) as caught:
+        cut(numbered(), stage=3, units=[], outer=outer(island="b"))
+    first.detach()
+    return found, str(caught.value)
+
+
+def test_islands_whose_ranks_keep_other_elements_are_refused(tmp_path: Path) -> None:
+    with mailbox(tmp_path) as box:
+        for found, text in run_ranks(described, 2, box.address, str(secret_in(tmp_path)), timeout_s=60):
+            for values, facts in found:
+                for other_values, other_facts in found:
+                    assert (facts == other_facts) == (values == other_values)
+            assert "island 'b' has shards='0.weight[0:16], 1.weight[0:16], ... on rank 0, CRC-32 " in text
+            assert "the other islands shards='0.weight[0:16], 1.weight[0:16], 2.weight[0:16], ... on rank 0" in text
+            assert "Give islands equal units=, precision= and frozen parameters, and stage 0 all or none." in text
 
 
 def restarted(options: zs.Outer, folder: str, *, writes: bool) -> tuple[float, str]:

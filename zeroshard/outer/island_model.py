@@ -8,6 +8,9 @@ Note: what is exchanged
     this rank keeps them. At stage 0 every rank keeps all, so every rank exchanges all. States of the optimizer, buffers
     of modules and the loss scale stay the island's own. Formats below fp32 are exchanged in fp32: what rounding to the
     format drops is a part of the next change.
+Note: what islands have in common
+    An exchange adds arrays element by element, so a rank has the same elements in the same order on all islands. Equal
+    numbers of them do not say so: units, frozen parameters and formats of other sizes may cut the model otherwise.
 """
 
 import platform
@@ -20,6 +23,7 @@ import torch
 
 from zeroshard.core.buffer import Bucket
 from zeroshard.core.engine import Engine
+from zeroshard.core.slot import slot_of
 from zeroshard.core.version import VERSION
 from zeroshard.join.start import texts_across_ranks
 from zeroshard.outer.island_exchange import Island, Source, Values
@@ -32,6 +36,9 @@ __all__ = ["ModelShards", "join_islands"]
 Tensor = torch.Tensor
 PIECE_NUMEL: Final = 1 << 22
 """Elements that are copied at a time."""
+_SHOWN: Final = 3
+"""Slices that errors name."""
+_SHOWN_LENGTH: Final = 400
 
 
 @final
@@ -45,6 +52,8 @@ class ModelShards(Values):
 
     Raises:
         ValueError: the model has no trainable parameters, or its parameters are not floating-point numbers.
+
+    Collective: `texts`; every rank must call.
     """
 
     def __init__(
@@ -71,12 +80,24 @@ class ModelShards(Values):
                 **(facts or {}),
             },
         )
+        self.facts["shards"] = self._describe_shards()
 
     def _describe(self) -> str:
         """Return the model's names, shapes and dtypes as a count and a checksum."""
-        slots = [slot for unit in self._engine.units for slot in unit.slots]
+        slots = sorted((slot for unit in self._engine.units for slot in unit.slots), key=lambda slot: slot.name)
         text = ";".join(f"{slot.name}{tuple(slot.shape)}{slot.bucket.dtypes.master}" for slot in slots)
         return f"{len(slots)} parameters, CRC-32 {zlib.crc32(text.encode()):08x}"
+
+    def _describe_shards(self) -> str:
+        """Return which elements each rank keeps, in their order, as the first ones and a checksum."""
+        found = []
+        for bucket in self._buckets:
+            for index, parameter in enumerate(bucket.parameters):
+                start, stop = (end - bucket.layout.offsets[index] for end in bucket.master_range(index))
+                found += [f"{slot_of(parameter).name}[{start}:{stop}]"] if stop > start else []
+        ranks = self.texts(";".join(found))
+        shown = ", ".join(ranks[0].split(";")[:_SHOWN])[:_SHOWN_LENGTH]
+        return f"{shown}, ... on rank 0, CRC-32 {zlib.crc32(str(ranks).encode()):08x}"
 
     def read_shards(self) -> list[Tensor]:
         """Return this rank's slices of the values that the optimizer updates, 1-d each, not copied."""

@@ -5,6 +5,7 @@ Owns the comparison. It must not know who joins (`mailbox_book.py`).
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Final
 
 from zeroshard.outer.mailbox_codec import Form
@@ -17,6 +18,10 @@ __all__ = ["ACTIVE", "DONE", "Facts", "GONE", "HERE", "LEFT", "Member"]
 ACTIVE, DONE, GONE, LEFT = "active", "done", "gone", "left"
 HERE: Final = (ACTIVE, DONE)
 """States of islands that take changes in."""
+_REMEDIES: Final[Mapping[str, str]] = MappingProxyType(
+    {"shards": " Give islands equal units=, precision= and frozen parameters, and stage 0 all or none."}
+)
+"""By fact: what makes it equal, where that is not the fact itself."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +78,8 @@ class Facts:
         mine, theirs = vars(self) | dict(self.others), vars(other) | dict(other.others)
         for key in sorted((mine.keys() | theirs.keys()) - {"others"}):
             if mine.get(key) != theirs.get(key):
-                return f"island '{name}' has {key}={theirs.get(key)!r}, the other islands {key}={mine.get(key)!r}."
+                text = f"island '{name}' has {key}={theirs.get(key)!r}, the other islands {key}={mine.get(key)!r}."
+                return text + _REMEDIES.get(key, "")
         return ""
 
 
