@@ -1,6 +1,8 @@
 """What islands take in, and when: each change once, no further apart than the staleness, in the order of islands."""
 
+import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -16,7 +18,7 @@ import pytest
 
 from zeroshard.outer import island_post
 from zeroshard.outer.island_exchange import Island
-from zeroshard.outer.island_log import read_log, replay
+from zeroshard.outer.island_log import Log, read_log, replay
 from zeroshard.outer.island_options import IslandOptions
 from zeroshard.outer.island_post import Look
 from zeroshard.outer.island_source import Mail, open_mailbox
@@ -527,6 +529,70 @@ def test_a_log_that_was_cut_is_continued(cut: int, tmp_path: Path, quick_disk: N
         shutil.rmtree(tmp_path / "mailbox")
     kept = whole[: whole[:-1].rindex(b"\n") + 1]
     assert path.read_bytes().startswith(kept + b'{"what": "start"')
+
+
+@pytest.mark.parametrize("staleness", [0, 3])
+@pytest.mark.parametrize("what", ["start", "sent", "took"])
+def test_what_one_rank_cannot_log_no_rank_has_done(
+    what: str, staleness: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick_disk: None
+) -> None:
+    """Changes are whole numbers, so that the sum of all is exact, however they were put together."""
+    note, told, found, meeting = Log.note, [], {}, Meeting(2)
+
+    def refuse(log: Log, event: str, **about: Any) -> None:
+        is_due = what == "start" or about.get("step", 0) >= 2
+        if (event, log._folder.name) == (what, "a-1") and is_due and len(told) < 2:
+            assert log._file is not None
+            os.write(log._file.fileno(), b'{"what": "')
+            raise OSError(28, "No space left on device")
+        note(log, event, **about)
+
+    def run(rank: int) -> None:
+        arrays = Arrays(np.zeros(10, "<f4"), rank, 2, None, meeting)
+        asked = options_of(box, tmp_path, "a", 1, staleness=staleness, log=tmp_path / "log")
+        one = None
+        for step in (1, 2, 3, 4):
+            try:
+                one = one or Island(asked, arrays, open_mailbox(asked, arrays))
+                arrays.values += np.float32(step + rank)
+                one.after_step()
+            except MailboxError as error:
+                told.append(str(error))
+        assert one is not None
+        one.finish()
+        found[rank] = arrays.values[0], one.anchors[0], one.version
+
+    monkeypatch.setattr(Log, "note", refuse)
+    with mailbox(tmp_path) as box:
+        at_once(partial(run, 0), partial(run, 1))
+    missed = 1 if what == "start" else 0
+    assert [found[rank][:2] for rank in (0, 1)] == [(10 - missed,) * 2, (14 - 2 * missed,) * 2]
+    assert found[0][2] == found[1][2]
+    assert told[0] == told[1] and len(told) == 2
+    assert re.fullmatch(
+        r"\[rank 1/2\] island 'a', after step [023]: its log cannot be written: \[Errno 28\] No space left on device. "
+        "Make room, and go on or start the island again; or start it without log=.",
+        told[0],
+    )
+    for rank in (0, 1):
+        assert replay(tmp_path / "log" / f"a-{rank}").anchors[0] == found[rank][1]
+    first, second = ([e.what for e in read_log(tmp_path / "log" / f"a-{rank}")] for rank in (0, 1))
+    assert first == second and first.count("start") == 1
+
+
+def test_a_log_that_one_rank_cannot_open_is_told_on_all(tmp_path: Path) -> None:
+    (tmp_path / "log").mkdir()
+    (tmp_path / "log" / "a-1").write_text("a file where the folder should be")
+    meeting = Meeting(2)
+
+    def run(rank: int) -> None:
+        arrays = Arrays(np.zeros(10, "<f4"), rank, 2, None, meeting)
+        asked = options_of(box, tmp_path, "a", 1, log=tmp_path / "log")
+        with pytest.raises(MailboxError, match=r"\[rank 1/2\] island 'a': its log in .*/log/a-1 cannot be opened"):
+            Island(asked, arrays, open_mailbox(asked, arrays))
+
+    with mailbox(tmp_path) as box:
+        at_once(partial(run, 0), partial(run, 1))
 
 
 def test_a_log_that_is_not_that_of_the_run_is_refused(tmp_path: Path, quick_disk: None) -> None:

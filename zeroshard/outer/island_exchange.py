@@ -14,12 +14,13 @@ Note: an exchange
     taken in; what is learned meanwhile is a part of the next change.
 Note: ranks
     Each rank of an island exchanges its own shard. Ranks take in the same versions in the same exchange, because they
-    agree on the oldest state that any of them has (`island_source.py`).
+    agree on the oldest state that any of them has (`island_source.py`). What a rank cannot write to its log, no rank of
+    the island has sent or taken in: all raise, with the state from before, and a later exchange does it again.
 """
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -186,7 +187,15 @@ class Island:
         self._lost = np.zeros(0 if self._form.is_exact else values.numel, values.dtype)
         self._was_up = True
         folder = None if options.log is None else f"{options.log}/{options.island}-{values.rank}"
-        self._log = None if folder is None else Log(folder, options, values.numel, values.dtype)
+        self._log: Log | None = None
+        self._unlogged: Start | None = None
+        """Where the island has started, unless the log says so."""
+        text = ""
+        try:
+            self._log = None if folder is None else Log(folder, options, values.numel, values.dtype)
+        except (OSError, MailboxError) as error:
+            text = f"island '{options.island}': its log in {folder} cannot be opened: {error}"
+        self._agree(text)
         start, self._anchors = source.enter(values.read())
         if not start.founds:
             values.write(self._anchors.copy())
@@ -195,8 +204,8 @@ class Island:
     def _begin(self, start: Start) -> None:
         """Begin to exchange, with what others have put and the anchors do not have yet."""
         self._founds, self.version, self.taken = start.founds, start.since, dict(start.versions)
-        if self._log is not None:
-            self._log.start(start, self._anchors, self.steps)
+        self._unlogged = start
+        self._write_log(lambda log: None)
         self._source.begin()
         while not start.founds:
             settled = self._source.catch_up(start.since, self.steps)
@@ -244,7 +253,8 @@ class Island:
         """Count a step; every `every` steps, exchange. Call it after each `optimizer.step()`, skipped ones included.
 
         Raises:
-            MailboxError: a change is not finite, or the mailbox refuses this island. On every rank.
+            MailboxError: a change is not finite, the mailbox refuses this island, or a rank cannot write its log. On
+                every rank.
         """
         self.steps += 1
         if self.steps % self.options.every == 0:
@@ -321,22 +331,18 @@ class Island:
             )
         else:
             text = ""
-        for rank, other in enumerate(self._values.texts(text)):
-            if other:
-                raise MailboxError(f"[rank {rank}/{self._values.ranks}] {other}")
-        self.version += 1
-        lost = self._lost
+        self._agree(text)
+        version, before = self.version + 1, self._lost
         if self._form.is_exact:
-            told, message = learned, self._form.encode(learned)
+            told, message, lost = learned, self._form.encode(learned), before
         else:
-            change = learned + lost
+            change = learned + before
             message = self._form.encode(change)
             told = self._form.decode(message, change.size)
-            self._lost = change - told
-        self._pending = Pending(self.version, learned, told, lost)
-        if self._log is not None:
-            self._log.sent(self.steps, self.version, told)
-        self._source.offer(self.version, message, told, self.steps)
+            lost = change - told
+        self._write_log(lambda log: log.sent(self.steps, version, told))
+        self.version, self._lost, self._pending = version, lost, Pending(version, learned, told, before)
+        self._source.offer(version, message, told, self.steps)
 
     def _take(self, settled: Found) -> None:
         """Take in the changes up to the versions that the ranks have agreed on."""
@@ -355,16 +361,17 @@ class Island:
         values -= self._anchors
         if self._pending is not None and own in due:
             values -= self._pending.learned
-        add_changes(self._anchors, changes, self.options.islands)
+        anchors = self._anchors if self._log is None else self._anchors.copy()
+        add_changes(anchors, changes, self.options.islands)
         # Adding a zero would turn -0.0 into 0.0, and the anchors are to be the values, bit for bit.
-        values = values + self._anchors if values.any() else self._anchors.copy()
+        values = values + anchors if values.any() else anchors.copy()
+        self._write_log(lambda log: log.took(self.steps, self.version, changes, anchors, values, settled))
+        self._anchors = anchors
         self._values.write(values)
         if own in due:
             self._pending = None
         newest = {name: version for version, name in due}
         self.taken.update(newest)
-        if self._log is not None:
-            self._log.took(self.steps, self.version, changes, self._anchors, values, settled)
         self._source.take(newest)
 
     def _change(self, change: Change, own: Change | None) -> np.ndarray:
@@ -374,9 +381,36 @@ class Island:
         return self._source.change(*change)
 
     def _tell(self, settled: Found) -> None:
-        if settled.is_up != self._was_up and self._log is not None:
-            self._log.note("mailbox", step=self.steps, is_up=settled.is_up)
+        if settled.is_up != self._was_up:
+            self._write_log(lambda log: log.note("mailbox", step=self.steps, is_up=settled.is_up))
         self._was_up = settled.is_up
+
+    def _agree(self, text: str) -> None:
+        """Raise `MailboxError` on all ranks if one has an error text."""
+        for rank, other in enumerate(self._values.texts(text)):
+            if other:
+                raise MailboxError(f"[rank {rank}/{self._values.ranks}] {other}")
+
+    def _write_log(self, write: Callable[[Log], None]) -> None:
+        """Write to the logs of all ranks, or of none, and then raise `MailboxError` on all."""
+        if (log := self._log) is None:
+            return
+        place, text = log.place, ""
+        try:
+            if self._unlogged is not None:
+                log.start(self._unlogged, self._anchors, self.steps)
+            write(log)
+        except OSError as error:
+            text = (
+                f"island '{self.options.island}', after step {self.steps}: its log cannot be written: {error}. Make "
+                "room, and go on or start the island again; or start it without log=."
+            )
+        try:
+            self._agree(text)
+        except MailboxError:
+            log.go_back(place)
+            raise
+        self._unlogged = None
 
     def _join_again(self) -> None:
         """Start from the mailbox's anchors, and keep what was learned since the own ones."""

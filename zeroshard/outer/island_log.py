@@ -10,11 +10,14 @@ Note: the log of a rank
 """
 
 import json
+import logging
+import os
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
-from typing import Any, Final, TextIO, final
+from typing import Any, Final, final
 
 import numpy as np
 
@@ -26,6 +29,7 @@ from zeroshard.outer.mailbox_wire import MailboxError
 
 __all__ = ["Entry", "Log", "Replayed", "read_log", "read_part", "replay"]
 
+_LOG = logging.getLogger(__name__)
 _MOST_LINE_BYTES: Final = 1 << 20
 
 
@@ -46,7 +50,7 @@ class Log:
         if path.exists():
             _drop_cut_line(path)
         self._number = sum(entry.what == "start" for entry in read_log(self._folder))
-        self._file: TextIO | None = path.open("a", encoding="utf-8")
+        self._file: FileIO | None = FileIO(path, "a")  # without a buffer, which would keep what a full disk refuses
 
     def start(self, start: Start, anchors: np.ndarray, step: int) -> None:
         """Note that the island has joined after a step, with the anchors that it starts from."""
@@ -94,16 +98,37 @@ class Log:
         )
 
     def note(self, what: str, **about: Any) -> None:
-        """Write a line."""
+        """Write a line.
+
+        Raises:
+            OSError: the disk refuses; a part of the line may be there.
+        """
         if self._file is not None:
             seconds = round(time.monotonic() - self._begun_s, 3)
-            self._file.write(json.dumps({"what": what, "seconds": seconds} | about) + "\n")
-            self._file.flush()
+            left = memoryview((json.dumps({"what": what, "seconds": seconds} | about) + "\n").encode())
+            while left:
+                left = left[self._file.write(left) :]
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Where the log ends: its bytes, and its starts."""
+        return 0 if self._file is None else os.fstat(self._file.fileno()).st_size, self._number
+
+    def go_back(self, place: tuple[int, int]) -> None:
+        """Remove what was written since the log ended at a place."""
+        size, self._number = place
+        if self._file is not None:
+            self._file.truncate(size)
 
     def end(self) -> None:
-        """Close the log."""
+        """Close the log, also where the disk has no room for its last line."""
         if self._file is not None:
-            self.note("end")
+            place = self.place
+            try:
+                self.note("end")
+            except OSError as error:
+                _LOG.warning("%s: the log has no end: %s", self._folder, error)
+                self.go_back(place)
             self._file.close()
             self._file = None
 
