@@ -17,6 +17,8 @@ from zeroshard.table.wires import Messages, Native, Wire
 from zeroshard.testing import run_ranks
 
 LIMIT = 1 << 20
+SHORT_LAST = 3 << 19
+"""Bytes of pieces of which the last one has less than half."""
 ROWS = 40_000
 """Of an embedding that is most of the model: seven pieces of the smallest size on two ranks."""
 
@@ -83,11 +85,12 @@ def transient(wire_bytes: int, stage: int) -> tuple[int, int]:
 
 @pytest.mark.product
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_what_pieces_take_is_predicted(stage: int) -> None:
-    for held, predicted in run_ranks(transient, 2, LIMIT, stage, timeout_s=TIMEOUT_S):
+@pytest.mark.parametrize("wire_bytes", [LIMIT, SHORT_LAST])
+def test_what_pieces_take_is_predicted(stage: int, wire_bytes: int) -> None:
+    for held, predicted in run_ranks(transient, 2, wire_bytes, stage, timeout_s=TIMEOUT_S):
         assert held == predicted
     (whole, _), _ = run_ranks(transient, 2, 1 << 30, stage, timeout_s=TIMEOUT_S)
-    assert whole - held >= ROWS * 2 * WIDTH * 4 // 2 - 2 * LIMIT
+    assert whole - held >= ROWS * 2 * WIDTH * 4 // 2 - 2 * wire_bytes
 
 
 def largest_exchange(numel: int, world: int, reduce: str, wire: Wire) -> int:

@@ -72,49 +72,42 @@ class GlooComm(LinkedComm):
     ) -> Pending:
         chunks = None if full is None else full.view(len(ranks), -1)
         self.sent_bytes[kind] += codec.nbytes(own.numel()) * (len(ranks) - 1)
+        # In pieces of at most `wire_bytes`. The first has a message from every rank, so all ranks know whether others
+        # follow: if a rank is not ready, none does.
+        messages = (len(ranks) - 1) * (1 if codec.is_message(own) else 2)
+        size = self.wire.piece_numel(own.numel(), codec.name, messages)
+
+        def take(numel: int) -> Tensor:
+            # Also a last, shorter piece takes the buffers of a whole one: the pool would keep shorter ones, too.
+            return self.pool.take(codec.message_numel(size), codec.dtype, own.device)[: codec.message_numel(numel)]
 
         def start(piece: slice) -> Pending:
             part = None if chunks is None else chunks[:, piece]
-            return self._reduce_piece(part, own[piece], ranks, codec, scale, tag)
+            return self._reduce_piece(part, own[piece], ranks, codec, scale, tag, take)
 
-        # The first piece has a message from every rank, so all ranks know whether the other pieces follow.
-        messages = (len(ranks) - 1) * (1 if codec.is_message(own) else 2)
-        return self._in_pieces(own.numel(), codec, messages, start)
-
-    def _encoded(self, values: Tensor, codec: Codec) -> Tensor:
-        """Return the message for values: the values themselves if possible, else a pooled buffer."""
-        if codec.is_message(values):
-            return values
-        message = self.pool.take(codec.message_numel(values.numel()), codec.dtype, values.device)
-        codec.encode(values, message)
-        return message
-
-    def _in_pieces(self, numel: int, codec: Codec, messages: int, start: Callable[[slice], Pending]) -> Pending:
-        """Start an exchange of `numel` elements per rank, in pieces of at most `wire_bytes`.
-
-        The first piece starts immediately, the others during the wait; if a rank is not ready, no other piece follows.
-
-        Args:
-            messages: as in `Wire.piece_numel`.
-            start: starts one piece.
-        """
-        size = max(1, self.wire.piece_numel(numel, codec.name, messages))
-        pieces = [slice(at, min(at + size, numel)) for at in range(0, max(1, numel), size)]
+        # The first piece starts immediately, the others during the wait.
+        pieces = [slice(at, min(at + size, own.numel())) for at in range(0, max(1, own.numel()), max(1, size))]
         first = start(pieces[0])
         return Pending(lambda: first.wait() and all(start(piece).wait() for piece in pieces[1:]))
 
     def _reduce_piece(
-        self, chunks: Tensor | None, own: Tensor, ranks: Ranks, codec: Codec, scale: float, tag: Tag
-    ) -> Pending:
-        place, numel, number = ranks.index(self.mesh.rank), codec.message_numel(own.numel()), tag.message(Tag.REDUCE)
-        taken = {peer: self.pool.take(numel, codec.dtype, own.device) for peer in self._peers(ranks)}
+        self, chunks: Tensor | None, own: Tensor, ranks: Ranks, codec: Codec, scale: float, tag: Tag,
+        take: Callable[[int], Tensor],
+    ) -> Pending:  # fmt: skip
+        """Start the reduction of one piece; see `reduce`.
+
+        Args:
+            take: returns a pooled buffer for the message for this number of elements.
+        """
+        place, numel, number = ranks.index(self.mesh.rank), own.numel(), tag.message(Tag.REDUCE)
+        taken = {peer: take(numel) for peer in self._peers(ranks)}
         works = [self._receive(buffer, ranks[peer], number, tag.what) for peer, buffer in taken.items()]
         if chunks is None:
-            given = [self.pool.take(numel, codec.dtype, own.device)]
+            given = [take(numel)]
             given[0][:1].view(torch.uint8).fill_(255)
             sent = dict.fromkeys(taken, given[0])
         else:
-            sent = {peer: self._encoded(chunks[peer], codec) for peer in taken}
+            sent = {peer: _encoded(chunks[peer], codec, take) for peer in taken}
             given = [] if codec.is_message(chunks) else list(sent.values())
             # Padding has arbitrary content, possibly the marker of an earlier use of the buffer.
             for chunk in filter(_is_marked, sent.values()):
@@ -145,6 +138,14 @@ class GlooComm(LinkedComm):
 
     def _receive(self, chunk: Tensor, peer: int, tag: int, what: str) -> dist.Work:
         return self.links.start(lambda: dist.irecv(chunk, group=self.group, tag=tag, group_src=peer), what)
+
+
+def _encoded(values: Tensor, codec: Codec, take: Callable[[int], Tensor]) -> Tensor:
+    """Return the message for values: the values themselves if possible, else a buffer."""
+    if codec.is_message(values):
+        return values
+    codec.encode(values, message := take(values.numel()))
+    return message
 
 
 def _is_marked(message: Tensor) -> bool:
