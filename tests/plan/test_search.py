@@ -56,6 +56,19 @@ def test_verdicts_of_the_frontier_count_what_the_allocator_reserves() -> None:
     assert {one.reserved_bytes is None for one in found.candidates if one not in found.frontier} == {True}
 
 
+@pytest.mark.parametrize(("gib", "verdict"), [(39.25, "no"), (39.59, "tight")])
+def test_the_frontier_says_of_a_pipe_what_its_plan_says(gib: float, verdict: str) -> None:
+    """Reserved memory and retries settle after more micro-batches than fill the pipe."""
+    device = dataclasses.replace(DEVICES["a100-40"], memory_bytes=int(gib * GIB))
+    sizes: dict[str, Any] = {"batches": (2,), "stages": (1,), "pipes": (2,), "tensors": (2,), "activations": ("keep",)}
+    found = zs.search("llama-3-8b", world_size=8, device=device, seq=2048, batch_tokens=65536, offload=(), **sizes)
+    (one,) = found.frontier
+    plan = plan_shape(found.model, one.options)
+    assert (one.verdict, one.total_bytes) == (plan.verdict, plan.total_bytes)
+    assert one.step_s == pytest.approx(plan.step_s, rel=1e-6)
+    assert one.verdict == verdict
+
+
 def test_what_is_allocated_may_fit_where_what_is_reserved_does_not() -> None:
     """Between both lies a device on which the two verdicts differ."""
     sizes = {"seq": 1024, "batches": (4,), "tensors": (1,), "pipes": (1,), "stages": (3,), "activations": ("keep",)}

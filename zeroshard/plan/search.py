@@ -237,9 +237,7 @@ def search(
     def fullest(one: Candidate) -> Plan:
         return plan(one.options) if one.options.pipe == 1 else plan_alone(shape, one.options, one.place)
 
-    for one in frontier_of((known := simulated.known).values()):
-        whole = fullest(one)
-        known[one.options] = dataclasses.replace(one, verdict=whole.verdict, reserved_bytes=whole.reserved_bytes)
+    _plan_frontier(bounds, simulated, plan)
 
     def best_of(ranks: int) -> _Best:
         some, tried = [one for one in bounds if one.options.world_size == ranks], 0
@@ -258,7 +256,8 @@ def search(
     for ranks, top in zip(sizes, _bests(sizes, best_of, simulated, preset, processes), strict=True):
         best[ranks], tried = top.candidate and plan(top.candidate.options), tried + top.tried
         if top.candidate is not None and top.reason:
-            reasons[ranks], known[top.candidate.options] = top.reason, top.candidate
+            reasons[ranks], simulated.known[top.candidate.options] = top.reason, top.candidate
+    _plan_frontier(bounds, simulated, plan)
     found = (*simulated.known.values(),)
     return Search(
         shape, len(configurations), found, tuple(frontier_of(found)), MappingProxyType(best), MappingProxyType(reasons),
@@ -353,7 +352,9 @@ def _checked(shape: Transformer, options: Options, batch_tokens: int | None) -> 
     return options
 
 
-def _simulate_frontier(bounds: Sequence[Candidate], simulated: Simulated, tell: Callable[[int], None]) -> None:
+def _simulate_frontier(
+    bounds: Sequence[Candidate], simulated: Simulated, tell: Callable[[int], None] = lambda count: None
+) -> None:
     """Simulate what may be on the frontier."""
     least: Candidate | None = None
 
@@ -364,6 +365,15 @@ def _simulate_frontier(bounds: Sequence[Candidate], simulated: Simulated, tell: 
         least = one
     if least is None:
         next(simulated.fastest_first(bounds, lambda one: -one.peak_bytes, lambda one: True))
+
+
+def _plan_frontier(bounds: Sequence[Candidate], simulated: Simulated, plan: Callable[[Options], Plan]) -> None:
+    """Plan the frontier in full; what beats a configuration that retries slow takes its place."""
+    known = simulated.known
+    while some := [one for one in frontier_of(known.values()) if one.reserved_bytes is None]:
+        for one in some:
+            known[one.options] = one.as_planned(plan(one.options))
+        _simulate_frontier(bounds, simulated)
 
 
 def frontier_of(candidates: Iterable[Candidate]) -> list[Candidate]:

@@ -61,6 +61,11 @@ class Candidate:
     host_s: float = 0.0
     place: int = 0
 
+    def as_planned(self, plan: Plan) -> "Candidate":
+        """Return this configuration with the verdict, reserved memory and time of retries of its plan in full."""
+        step_s = self.step_s + plan.retries.steady_s
+        return dataclasses.replace(self, verdict=plan.verdict, reserved_bytes=plan.reserved_bytes, step_s=step_s)
+
     @property
     def total_bytes(self) -> int:
         """As `Plan.total_bytes`; with allocated for reserved bytes if the configuration was not planned in full."""
