@@ -13,8 +13,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.autograd.profiler import record_function
 
 import zeroshard as zs
+from benchmarks.peaks import measure_peak
 from tests import models
 from tests.engine import test_offload_files as runs
 from tests.oracle import STAGES_AT, WATCHDOG_S, run_cases
@@ -25,9 +28,11 @@ from zeroshard.plan.offloading import first_below
 from zeroshard.plan.shape.shapes import shape_of
 from zeroshard.plan.step.staging import buffer_bytes, file_staging_bytes
 from zeroshard.plan.trying import candidate_of
+from zeroshard.testing import run_ranks
 
 CPU = zs.Device("cpu", {"float32": 1e11}, 8 * 10**9, 1e10, 1e10, 1e10, 1e10, multiprocessors=1)
 STAGING_BYTES = 1 << 16
+WIDTH = 256
 COLUMNS = ("parameters", "gradients", "states", "padding", "transient", "host", "file")
 
 
@@ -98,6 +103,42 @@ def test_resident_bytes_of_each_memory_are_those_of_a_run(world: int) -> None:
         for rank, (held, planned) in enumerate(zip(by_rank, classes, strict=True)):
             said = {**planned.resident_bytes, **planned.elsewhere_bytes}
             assert held == {column: said.get(column, 0) for column in COLUMNS}, f"{case}, rank {rank} of {world}"
+
+
+def most_bytes(folder: str) -> int:
+    """Return the peak of torch's allocator in a third step at stage 3. Runs in a process of its own."""
+
+    def train(steps: int = 3) -> None:
+        model = wide()
+        optimizer, settings = torch.optim.AdamW(model.parameters()), zs.Settings(shared_memory=False)
+        zs.shard(
+            model, optimizer, stage=3, offload=zs.Offload(to=folder, staging_bytes=STAGING_BYTES), settings=settings
+        )
+        for step in range(steps):
+            with record_function(f"step {step}"):
+                model(torch.ones(8, WIDTH)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+    train(1)
+    return max(one.live_bytes for one in measure_peak(train).blocks if "step 2" in one.operations)
+
+
+def wide() -> nn.Module:
+    return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()) for _ in range(4)))
+
+
+@pytest.mark.parametrize(("world", "place"), [(2, "host"), (1, "file")])
+def test_a_run_on_a_cpu_takes_what_its_plan_says(world: int, place: str, tmp_path: Path) -> None:
+    """Gradients that leave are there twice until their sum has ended; kernels take a piece of states in files."""
+    folder = str(tmp_path) if place == "file" else place
+    offload = zs.Offload(to=folder, staging_bytes=STAGING_BYTES)
+    plan = zs.plan(
+        wide(), world_size=world, stage=3, precision="fp32", device=CPU, offload=offload, shared_memory=False,
+        inputs=[torch.ones(8, WIDTH)], loss=lambda out: out.square().mean(),
+    )  # fmt: skip
+    (run, *_) = run_ranks(most_bytes, world, folder, process_group=world > 1)
+    assert plan.ranks[0].allocator_bytes == pytest.approx(run, rel=0.01)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ Owns the names that a plan is asked with. Must not know memory over time (`film.
 
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -12,6 +13,7 @@ from typing import Final, final
 
 from zeroshard.describe.offload import with_places
 from zeroshard.plan.shape.shapes import Parameters, Transformer
+from zeroshard.plan.step.staging import piece_numel
 from zeroshard.table.bytes import Cost, Owned, Sliced, Updates
 from zeroshard.table.cells import Residency
 from zeroshard.table.layout import plan_layout
@@ -215,14 +217,19 @@ def passing_bytes_of(
 
 
 def _kernel_bytes(updates: Updates, passing: Passing, *, is_cpu: bool) -> int:
-    """Return what the kernels of an optimizer take at most."""
-    most, before, total, size = 0.0, 0, 0, 0
+    """Return what the kernels of an optimizer take at most: of states in files for a piece at a time."""
+    most, before, size, totals = 0.0, 0, 0, Counter[int | None]()
+    per_element = max(updates.trained.kept.values(), default=0)
     # Where nothing is sent to owners, one call updates whole tensors and slices; `turns.py` has what other kinds take.
     whole = (one for one in updates.trained.whole if one.kind == "other" and one.bucket.updates_all)
     entries: list[Sliced | Owned] = [*updates.trained.parameters, *whole]
     for one in entries:
-        numel, size = one.numel, itemsize(one.bucket.formats.state)
-        most, before, total = max(most, passing.own * numel + passing.before * before), numel, total + numel
+        numel, size, piece = one.numel, itemsize(one.bucket.formats.state), None
+        if one.bucket.row.states.is_in_file:
+            numel, piece = min(numel, at_a_time := piece_numel(one.bucket, per_element)), one.bucket.number
+        most, before = max(most, passing.own * numel + passing.before * before), numel
+        totals[piece] = totals[piece] + numel if piece is None else min(totals[piece] + numel, at_a_time)
+    total = max(totals.values(), default=0)
     return int(size * (most + passing.total * min(total, passing.batch_numel[not is_cpu] or total)))
 
 

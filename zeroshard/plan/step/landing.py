@@ -164,8 +164,9 @@ class Landing:
         for bucket in reduced:
             self._begin(bucket)  # zeros, where no gradient arrived
             taken += [self._local.pop(bucket.number)] if bucket.number in self._local else []
-            self._hold(bucket)
-            if not bucket.row.gradients.is_on_device:
+            if bucket.row.gradients.is_on_device:
+                self._hold(bucket)
+            else:
                 self._leaving.append((bucket, bucket.number not in self._summed))
             self._summed.add(bucket.number)
             nbytes = bucket.layout.full_numel * itemsize(bucket.formats.reduce)
@@ -222,7 +223,10 @@ class Landing:
         leaving, self._leaving = self._leaving, []
         if leaving:
             self._clock.wait("reductions", self._reduced_s)
-        for bucket, is_first in leaving if not self._job.device.is_cpu else ():
+        for bucket, is_first in leaving:
+            self._hold(bucket)
+            if self._job.device.is_cpu:
+                continue
             nbytes = sum(bucket.held_gradient_bytes)
             storage = self._storages.make(nbytes, "transient", bucket.name, "gradients on their way")
             self._elsewhere.leave(bucket, nbytes, storage, is_first=is_first)
