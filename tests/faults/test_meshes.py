@@ -75,6 +75,8 @@ def wrong_ranks() -> dict[str, str]:
         "absent": refused(described([one for one in outer if one != own], "shard")),
         "replicas only": refused(mesh_of(outer, "replicate")),
         "names": refused(mesh_of(outer, "data")),
+        "tensor": refused(mesh_of([[0, 1], [3, 2]], "shard", "tensor")),
+        "pipe": refused(mesh_of([[2, 1], [0, 3]], "pipe", "shard")),
     }
 
 
@@ -83,6 +85,8 @@ WRONG = {
     "outside": "ValueError: mesh= has rank 9, and the process group has the ranks 0 to 3",
     "absent": "This rank is not in mesh=, which has the ranks",
     "replicas only": "The axes (replicate 4) of 4 ranks leave one rank per replica, so nothing would be sharded",
+    "tensor": "ValueError: mesh= has ranks [3, 2] along 'tensor', where torch's process groups number places by",
+    "pipe": "ValueError: mesh= has ranks [2, 0] along 'pipe'",
     "names": "mesh= takes axes named replicate, shard, tensor, pipe; got ('data',)",
 }
 

@@ -11,6 +11,8 @@ __all__ = ["axes_of", "check_count", "ranks_of"]
 
 AXES = ("replicate", "shard", "tensor", "pipe")
 """The names of axes of a mesh."""
+NUMBERED = ("tensor", "pipe")
+"""Axes of which code asks for the place of a rank: DTensor for its part, a program for its place of a pipe."""
 
 Axes = tuple[tuple[str, int], ...]
 """Name and size of each axis, the last over neighbouring ranks."""
@@ -53,7 +55,8 @@ def ranks_of(asked: Any, launched: int) -> tuple[int, ...]:
         launched: the number of ranks of the process group.
 
     Raises:
-        ValueError: a DeviceMesh has a rank twice, or a rank that the process group has not.
+        ValueError: a DeviceMesh has a rank twice, or a rank that the process group has not; or torch would number the
+            places along an axis otherwise.
     """
     if not hasattr(asked, "mesh_dim_names"):
         return tuple(range(launched))
@@ -62,6 +65,15 @@ def ranks_of(asked: Any, launched: int) -> tuple[int, ...]:
         if ranks.count(rank) > 1 or not 0 <= rank < launched:
             why = "twice" if 0 <= rank < launched else f"and the process group has the ranks 0 to {launched - 1}"
             raise ValueError(f"mesh= has rank {rank}, {why}: its ranks are {ranks}. Give each rank of the model once.")
+    for axis in [one for one in NUMBERED if one in (asked.mesh_dim_names or ())]:
+        along = asked.mesh.movedim(asked.mesh_dim_names.index(axis), -1)
+        for row in along.reshape(-1, along.shape[-1]).tolist():
+            if row != sorted(row):
+                raise ValueError(
+                    f"mesh= has ranks {row} along '{axis}', where torch's process groups number places by ascending "
+                    "ranks: parts of parameters, or places of a pipe, would be those of other ranks. Sort the ranks "
+                    f"along '{axis}'."
+                )
     return ranks
 
 
