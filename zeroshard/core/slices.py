@@ -21,7 +21,7 @@ from zeroshard.core.slot import Slot, slot_of
 from zeroshard.optim.attributes import OWN
 from zeroshard.torch_private import DisabledFunction, version_of
 
-__all__ = ["MasterSlice", "States", "make_master", "point_at"]
+__all__ = ["MasterSlice", "States", "make_master", "plain_part", "point_at"]
 
 Tensor = torch.Tensor
 
@@ -132,6 +132,15 @@ def make_master(slot: Slot, replaced: set[MasterSlice]) -> MasterSlice:
     master.__dict__.update(_zeroshard=slot, _replaced=replaced)
     assert isinstance(master, MasterSlice)
     return master
+
+
+def plain_part(slot: Slot) -> Tensor:
+    """Return this rank's elements of an existing gradient as a plain tensor, without the slot.
+
+    A plain view of what the optimizer sees would keep it, and so the model, in a cycle that Python cannot free.
+    """
+    slot.bucket.grads.landing.wait()
+    return slot.bucket.grads.part(slot.index).detach()
 
 
 def point_at(master: Tensor, values: Tensor) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from zeroshard.core.engine import Engine
-from zeroshard.core.gradient import part_of
+from zeroshard.core.slices import plain_part
 from zeroshard.core.slot import slot_of
 from zeroshard.table.errors import RankMismatchError
 from zeroshard.whole.copies import sum_bits
@@ -127,4 +127,4 @@ class Tied:
     @staticmethod
     def _part(parameter: nn.Parameter) -> Tensor:
         """Return this rank's elements of the gradient, as a plain tensor."""
-        return part_of(slot_of(parameter)).as_subclass(Tensor)
+        return plain_part(slot_of(parameter))

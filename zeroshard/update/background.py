@@ -37,8 +37,8 @@ import torch
 from zeroshard import devices
 from zeroshard.core.buffer import Bucket
 from zeroshard.core.engine import Engine
-from zeroshard.core.gradient import METADATA, name_of, part_of
-from zeroshard.core.slices import MasterSlice
+from zeroshard.core.gradient import METADATA, name_of
+from zeroshard.core.slices import MasterSlice, plain_part
 from zeroshard.core.slot import Slot, slot_of
 from zeroshard.optim.pieces import Piece, Resident, update_in_pieces
 from zeroshard.torch_private import NoSubclasses
@@ -202,7 +202,7 @@ class Run:
 
     def _lend(self, master: Tensor, slot: Slot) -> Lent:
         """Return what stands for a slice in the thread, with its gradient and states of now."""
-        one = Lent(master, slot.bucket.master(slot.index), part_of(slot).as_subclass(Tensor))
+        one = Lent(master, slot.bucket.master(slot.index), plain_part(slot))
         if (state := self._states.get(master)) is not None:
             self._twin.state[one.entry] = state
         return one

@@ -23,7 +23,7 @@ import torch
 
 from zeroshard.core.buffer import Bucket
 from zeroshard.core.engine import Engine
-from zeroshard.core.gradient import part_of
+from zeroshard.core.slices import plain_part
 from zeroshard.core.slot import slot_of
 from zeroshard.describe.offload import written_bytes
 from zeroshard.optim.pieces import Piece, Resident
@@ -200,7 +200,7 @@ class Chunk(Piece):
             if not (slot := slot_of(part.master)).has_grad:
                 continue
             here = slice(part.start - self._start, part.stop - self._start)
-            grad = part_of(slot).as_subclass(torch.Tensor)[part.start - part.first : part.stop - part.first]
+            grad = plain_part(slot)[part.start - part.first : part.stop - part.first]
             one = Lent(part.master, self._values[None][here], grad)
             if before := state.get(part.master):
                 state[one.entry] = {key: self._part_of(key, value, part.master, here) for key, value in before.items()}
