@@ -188,6 +188,50 @@ def test_states_in_a_dict_by_parameter_are_refused(key: Callable[[Tensor], Any],
             check_optimizers({}, [Mapped(model.parameters(), key)], None, is_cut=is_cut)
 
 
+KEPT: dict[str, Callable[[list[Tensor]], Any]] = {
+    "ids": lambda params: {id(p) for p in params},
+    "set": set,
+    "frozen": frozenset,
+    "listed ids": lambda params: [id(p) for p in params],
+    "given": tuple,
+    "role": lambda params: dict.fromkeys(params, "plain"),
+}
+
+
+class Keeping(Scaled):
+    """Keeps a collection of some parameters that it is given."""
+
+    def __init__(self, params: Any, lr: float = 0.1, kept: Any = ()) -> None:
+        super().__init__(params, lr=lr)
+        self.kept = kept
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("kind", KEPT)
+def test_a_collection_of_parameters_is_refused(kind: str, stage: int) -> None:
+    model = nn.Linear(3, 2)
+    optimizer = Keeping(model.parameters(), kept=KEPT[kind]([model.bias]))
+    with pytest.raises(ValueError, match=r"Keeping\.kept has .*the parameter 'bias'.*self\.state\[p\]"):
+        zs.shard(model, optimizer, stage=stage, settings=zs.Settings(elementwise=True))
+
+
+def test_other_collections_are_not_refused() -> None:
+    class Reading(Scaled):
+        """Keeps a list of its parameters, which its step does not need."""
+
+        def __init__(self, params: Any, lr: float = 0.1) -> None:
+            super().__init__(params, lr=lr)
+            self.all = [p for group in self.param_groups for p in group["params"]]
+
+    for stage in (0, 1):
+        model = nn.Sequential(nn.Linear(3, 2))
+        names = {p: name for name, p in model.named_parameters()}
+        for kept in (names, {id(p): f"module.{name}" for p, name in names.items()}, {1, 2}, [None, "bias", 0.5], [[]]):
+            optimizer = Keeping(model.parameters(), kept=kept)
+            zs.shard(model, optimizer, stage=stage).detach()
+        zs.shard(model, Reading(model.parameters()), stage=stage).detach()
+
+
 def test_a_trial_draws_no_numbers_of_user_code() -> None:
     optimizer = Noisy(nn.Linear(3, 2).parameters())
     before = torch.get_rng_state()

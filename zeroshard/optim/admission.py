@@ -7,7 +7,7 @@ Owns the list of torch's element-wise optimizers and the trials of other optimiz
 import copy
 import inspect
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from contextlib import nullcontext, suppress
 from itertools import pairwise
 from types import MappingProxyType
@@ -150,20 +150,40 @@ def _refuse(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _refuse_by_parameter(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> None:
-    """Raise if an optimizer that is not torch's keeps tensors by parameter, or numbers, in a dict of its own.
+    """Raise if an optimizer that is not torch's keeps parameters, or their ids, in a collection of its own.
+
+    Trials decide about lists of parameters that the constructor makes of its groups, and about nothing that it gets
+    besides. A dict may have the names of parameters, as logs need them.
 
     Raises:
-        ValueError: entries of a sharded optimizer are no keys of it.
+        ValueError: entries of a sharded optimizer are not in that collection.
     """
     for attribute, kept in ({} if is_elementwise(optimizer) else vars(optimizer)).items():
-        for key, value in kept.items() if isinstance(kept, Mapping) and attribute != "state" else ():
+        if attribute == "state" or not isinstance(kept, (Mapping, Set, list, tuple)):
+            continue
+        for key in kept:
             name = names.get(key if isinstance(key, int) else id(key))
-            if name is not None and not isinstance(value, str):
-                raise ValueError(
-                    f"{type(optimizer).__name__}.{attribute} has a {type(value).__name__} for the parameter '{name}': "
-                    "zs.shard puts other entries into the groups, which are no keys of it. Keep what belongs to a "
-                    "parameter in self.state[p], where zs.shard finds it."
-                )
+            value = kept[key] if isinstance(kept, Mapping) else name
+            is_named = isinstance(kept, Mapping) and isinstance(value, str) and f".{value}".endswith(f".{name}")
+            if name is None or is_named:
+                continue
+            if isinstance(kept, (list, tuple)) and isinstance(key, Tensor) and _is_made(optimizer, attribute):
+                break
+            what = f"has a {type(value).__name__} for" if isinstance(kept, Mapping) else "has"
+            raise ValueError(
+                f"{type(optimizer).__name__}.{attribute} {what} the parameter '{name}': zs.shard puts other entries "
+                "into the groups, which are not in it. Keep what belongs to a parameter in self.state[p] or in an "
+                "attribute of p, where zs.shard finds it, or in the options of a group."
+            )
+
+
+def _is_made(optimizer: torch.optim.Optimizer, attribute: str) -> bool:
+    """Return whether the constructor puts the parameters of its groups into a list."""
+    parameter = torch.nn.Parameter(torch.ones(6, 4, **PLAIN))
+    with suppress(Exception):
+        fresh = rebuild(optimizer, [{"params": [parameter]}])
+        return any(one is parameter for one in getattr(fresh, attribute))
+    return False
 
 
 def _swaps(optimizer: torch.optim.Optimizer) -> bool:
