@@ -141,3 +141,23 @@ def test_attributes_that_fit_one_shape_do_not_fail_the_trial_of_whole_parameters
     optimizer.step()
     with zero.gathered():
         assert torch.equal(model.bias, before)
+
+
+@pytest.mark.parametrize("is_whole", [False, True])
+@pytest.mark.parametrize("stage", [0, 1])
+def test_counters_in_attributes_are_refused(stage: int, is_whole: bool) -> None:
+    """What a step sets on an entry that stands for a parameter ends with that step."""
+
+    class Counting(Multiplied):
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+                p.steps = getattr(p, "steps", 0) + 1  # type: ignore[attr-defined]
+                p.sub_(p.grad / p.steps, alpha=0.1)  # type: ignore[attr-defined]
+
+    model = nn.Linear(8, 8)
+    optimizer = Counting(model.parameters())
+    if is_whole:
+        zs.optim.whole_matrix(optimizer)
+    with pytest.raises(ValueError, match=r"Counting does not update what is in its groups.*self\.state\[p\]"):
+        zs.shard(model, optimizer, stage=stage)

@@ -279,12 +279,7 @@ def _admit(
             f"{type(error).__name__}: {error}. {remedy}"
         ) from error
     if not reads_groups:
-        raise ValueError(
-            f"{cls.__name__} does not update what is in its groups: zs.shard puts other entries there, and in a trial "
-            "they got other numbers, or none. It may keep a list of its parameters, or states outside optimizer.state. "
-            "Let its step() read param_groups, and keep states in self.state[p], or use one of "
-            f"{', '.join(sorted(ELEMENTWISE))}."
-        )
+        raise ValueError(_misses(cls.__name__))
     if not is_fine:
         raise ValueError(
             f"{cls.__name__} is not element-wise: in a trial of {len(SCALES)} steps, elements or numbers of its group "
@@ -296,14 +291,15 @@ def _admit(
 def _admit_whole(optimizer: torch.optim.Optimizer, taken: Sequence[Kind]) -> None:
     """Raise unless the optimizer can update whole parameters one at a time.
 
-    Three steps on small parameters, all at once and one at a time, must agree bit for bit. Attributes that fit the
-    model's parameters alone, such as a shape, are left out.
+    Three steps on small parameters, all at once, one at a time and on other entries in each step, must agree bit for
+    bit. Attributes that fit the model's parameters alone, such as a shape, are left out.
 
     Args:
         taken: the kinds of parameters that it updates as a whole, as for `_update`.
 
     Raises:
-        ValueError: the update of a parameter depends on others, or the trial failed.
+        ValueError: the update of a parameter depends on others, what a step has kept is not in the states, or the
+            trial failed.
     """
     name = type(optimizer).__name__
     try:
@@ -325,13 +321,20 @@ def _admit_whole(optimizer: torch.optim.Optimizer, taken: Sequence[Kind]) -> Non
             f"{at_once.numel()} elements differ between all parameters at once and one at a time. Keep all counters "
             "per parameter, in optimizer.state; otherwise the optimizer cannot be sharded."
         )
+    with suppress(LookupError):  # what it keeps by parameter
+        if torch.equal(at_once, _update(optimizer, taken, is_in_turn=False, is_replaced=True)):
+            return
+    raise ValueError(_misses(name))
 
 
-def _update(optimizer: torch.optim.Optimizer, kinds: Sequence[Kind], *, is_in_turn: bool) -> Tensor:
+def _update(
+    optimizer: torch.optim.Optimizer, kinds: Sequence[Kind], *, is_in_turn: bool, is_replaced: bool = False
+) -> Tensor:
     """Run some steps of a new optimizer on two parameters of each kind; return their elements.
 
     Args:
         is_in_turn: update one parameter at a time.
+        is_replaced: as for `_try`.
     """
     groups: list[dict[str, Any]] = []
     for chosen, ndim, like in kinds:
@@ -342,7 +345,12 @@ def _update(optimizer: torch.optim.Optimizer, kinds: Sequence[Kind], *, is_in_tu
         groups.append({**chosen, "params": made})
     parts: list[Tensor] = [part for group in groups for part in group["params"]]
     fresh = rebuild(optimizer, groups)
+    given = [{**vars(part)} for part in parts]
     for step in range(STEPS):
+        if is_replaced:
+            parts = [
+                _replaced(fresh, part, part.detach().clone(), 0, one) for part, one in zip(parts, given, strict=True)
+            ]
         for place, part in enumerate(parts):
             part.grad = torch.sin(torch.arange(float(part.numel()), **PLAIN) * (step + 1) + place).view_as(part)
         cuts = [[[p for p in group["params"] if p is part] for group in groups] for part in parts]
@@ -382,8 +390,7 @@ def _try(
         part = values[start:stop].clone()
         for step, scale in enumerate(SCALES):
             if is_replaced or (cuts and step == 0):
-                entry = _replaced(fresh, entry, part if cuts else part.view(shape), start)
-                vars(entry).update(given)
+                entry = _replaced(fresh, entry, part if cuts else part.view(shape), start, given)
             grad = (2 * torch.cos(places) + torch.sin(places * (step + 1)) / 2) * scale  # with a mean, as of a descent
             entry.grad = grad[start:stop].clone().view_as(entry)
             fresh.step()
@@ -409,14 +416,31 @@ def _is_sliced(optimizer: torch.optim.Optimizer, kind: Kind, shape: tuple[int, .
     return torch.equal(whole.narrow(0, 0, cuts[-1]), sliced) and all(numbers == [one] for one in of_slices)
 
 
-def _replaced(optimizer: torch.optim.Optimizer, before: Tensor, values: Tensor, start: int) -> torch.nn.Parameter:
-    """Replace the entry of an optimizer by one of other values, with its states, which are cut where the values are."""
+def _replaced(
+    optimizer: torch.optim.Optimizer, before: Tensor, values: Tensor, start: int, given: Mapping[str, Any]
+) -> torch.nn.Parameter:
+    """Replace an entry of an optimizer by one of other values, with its states, which are cut where the values are.
+
+    Args:
+        given: attributes of the new entry.
+    """
     entry = torch.nn.Parameter(values)
-    optimizer.param_groups[0]["params"] = [entry]
+    vars(entry).update(given)
+    for group in optimizer.param_groups:
+        group["params"] = [entry if one is before else one for one in group["params"]]
     for key, value in optimizer.state.pop(before, {}).items():
         is_cut = isinstance(value, Tensor) and value.shape == before.shape != values.shape
         optimizer.state[entry][key] = value.flatten()[start : start + values.numel()].clone() if is_cut else value
     return entry
+
+
+def _misses(name: str) -> str:
+    return (
+        f"{name} does not update what is in its groups: zs.shard puts other entries there, and in a trial they got "
+        "other numbers, or none. It may keep a list of its parameters, or states outside optimizer.state, as in "
+        "attributes of parameters. Let its step() read param_groups, and keep states in self.state[p], or use one of "
+        f"{', '.join(sorted(ELEMENTWISE))}."
+    )
 
 
 def _evaluates(name: str) -> str:
