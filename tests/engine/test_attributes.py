@@ -161,3 +161,68 @@ def test_counters_in_attributes_are_refused(stage: int, is_whole: bool) -> None:
         zs.optim.whole_matrix(optimizer)
     with pytest.raises(ValueError, match=r"Counting does not update what is in its groups.*self\.state\[p\]"):
         zs.shard(model, optimizer, stage=stage)
+
+
+def named(count: int) -> list[nn.Parameter]:
+    """Return parameters with names, as attributes."""
+    parameters = [nn.Parameter(torch.ones(4)) for _ in range(count)]
+    for place, parameter in enumerate(parameters):
+        parameter.full_name = f"layer.{place}"  # type: ignore[attr-defined]
+    return parameters
+
+
+@pytest.mark.parametrize("is_whole", [False, True])
+@pytest.mark.parametrize("is_grouped", [False, True])
+def test_names_hide_no_attribute_and_need_no_trials(is_grouped: bool, is_whole: bool) -> None:
+    made: list[int] = []
+
+    class Counted(Careful):
+        def __init__(self, params: Any, lr: float = 0.1) -> None:
+            super().__init__(params, lr)
+            made.append(len(self.param_groups))
+
+    def check(parameters: list[nn.Parameter]) -> list[int]:
+        optimizer = Counted([{"params": [p]} for p in parameters] if is_grouped else parameters)
+        if is_whole:
+            zs.optim.whole_matrix(optimizer)
+        made.clear()
+        kept_by(optimizer)
+        check_optimizers({id(p): "p" for p in parameters}, [optimizer], None, is_cut=True)
+        return [*made]
+
+    few, many = check(named(2)), check(named(30))
+    assert few == many
+    late = named(30)
+    late[-2].is_clipped = True  # type: ignore[attr-defined]
+    if is_whole:
+        assert max(check(late)) == 2
+        return
+    with pytest.raises(ValueError, match="Counted is not element-wise"):
+        check(late)
+
+
+def test_every_name_that_a_step_reads_has_a_trial() -> None:
+    class Reading(Careful):
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+                p.sub_(p.grad / p.grad.norm() if self.found(p) else p.grad, alpha=0.1)
+
+        def found(self, p: Any) -> bool:
+            return "11" in p.full_name
+
+    class Looking(Reading):
+        def found(self, p: Any) -> bool:
+            return "11" in vars(p)["full_name"]
+
+    for cls in (Reading, Looking):
+        check_optimizers({}, [cls(named(11))], None, is_cut=True)
+        with pytest.raises(ValueError, match="is not element-wise"):
+            check_optimizers({}, [cls(named(12))], None, is_cut=True)
+
+
+def test_states_that_one_of_many_names_asks_for_are_known() -> None:
+    parameters = named(12)
+    for place, parameter in enumerate(parameters):
+        parameter.is_averaged = place == 10  # type: ignore[attr-defined]
+    assert kept_by(Multiplied(parameters)).costs[0].per_element == 1

@@ -7,15 +7,16 @@ Owns the list of torch's element-wise optimizers and the trials of other optimiz
 import copy
 import inspect
 import math
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import nullcontext, suppress
 from itertools import pairwise
+from operator import itemgetter
 from types import MappingProxyType
 from typing import Any
 
 import torch
 
-from zeroshard.optim.attributes import kind_of, of_each_kind, tried_attributes
+from zeroshard.optim.attributes import Kinds, attributes_of, tried_attributes
 from zeroshard.optim.keeps import SCALES, as_number, is_taken, options_of, rebuild
 from zeroshard.optim.packed import PackingOptimizer
 from zeroshard.optim.pieces import Resident, update_in_pieces
@@ -35,6 +36,8 @@ SLICED = frozenset(["AdamW8bit", "Lamb", "Lion"])
 STEPS = 3
 SIZES = ((6, 4, 2, 2), (3, 5, 2, 3))
 """The shapes of parameters in a trial of whole parameters are the first dimensions of these."""
+TOGETHER = 50
+"""Kinds of parameters in a trial of whole parameters, which takes time by the square of their number."""
 TRIALS = (
     (((24,), (0, 16, 16, 24)), ((160,), (0, 64, 64, 160))),
     (((6, 4), (0, 16, 16, 24)), ((160, 136), (0, 1024, 1024, 2048))),
@@ -50,8 +53,9 @@ PLAIN: Mapping[str, Any] = MappingProxyType({"dtype": torch.float32, "device": "
 """Of tensors of trials, whatever torch's defaults are."""
 
 Options = Mapping[str, Any]
-Kind = tuple[Options, int, Tensor | None]
-"""Of parameters that are tried: options of a group, dimensions, and a parameter with their attributes, if any."""
+Kind = tuple[Options, int, Tensor | None, Kinds]
+"""Of parameters that are tried: options of a group, dimensions, a parameter with their attributes, if any, and what
+trials have read of these."""
 
 
 def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
@@ -205,25 +209,31 @@ def admit_groups(
     """
     mark = whole_of(optimizer)
     whole = None if mark is SHAPED else mark
-    taken, left = list[Kind](), dict[str, tuple[Kind, bool]]()
+    kinds = Kinds(p for group in groups for p in group["params"])
+    taken, done = list[tuple[str, Kind]](), set[str]()
     for group in groups:
         options = options_of(optimizer, group)
+        told = repr(sorted(options.items()))
         cut = is_cut or has_split(map(type, group["params"]))
         alike = dict[tuple[int, bool], list[Tensor]]()
         for p in group["params"]:
             is_whole = whole is not None and is_taken(whole, group, p.shape)
             alike.setdefault((p.ndim, is_whole), []).append(p)
-        for ndim, is_whole in sorted(alike):
-            for like in of_each_kind(alike[ndim, is_whole]):
-                if is_whole:
-                    taken.append((options, min(ndim, len(SIZES[0])), like))
-                else:
-                    tried = min(max(ndim, 1), len(TRIALS))
-                    left[repr((sorted(options.items()), tried, kind_of(like), cut))] = (options, tried, like), cut
-    if taken:
-        _admit_whole(optimizer, taken)
-    for kind, cut in left.values():
-        _admit(optimizer, elementwise, kind, is_cut=cut)
+        for (ndim, is_whole), parameters in sorted(alike.items(), key=itemgetter(0)):
+            if is_whole:
+                tried = min(ndim, len(SIZES[0]))
+                taken += [(repr((told, tried)), (options, tried, p, kinds)) for p in parameters]
+                continue
+            tried = min(max(ndim, 1), len(TRIALS))
+            for like in kinds.each(parameters):
+                if repr((told, tried, kinds.of(like), cut)) not in done:
+                    _admit(optimizer, elementwise, (options, tried, like, kinds), is_cut=cut)
+                    done.add(repr((told, tried, kinds.of(like), cut)))
+    count = 0
+    while len(found := {(told, kinds.of(kind[2])): kind for told, kind in reversed(taken)}) > count:
+        count = len(found)
+        for start in range(0, count, TOGETHER):
+            _admit_whole(optimizer, [*found.values()][::-1][start : start + TOGETHER])
 
 
 def _admit(
@@ -306,7 +316,7 @@ def _admit_whole(optimizer: torch.optim.Optimizer, taken: Sequence[Kind]) -> Non
         try:
             at_once, in_turn = (_update(optimizer, taken, is_in_turn=one) for one in (False, True))
         except Exception:
-            taken = [(options, ndim, None) for options, ndim, _ in taken]
+            taken = [(options, ndim, None, kinds) for options, ndim, _, kinds in taken]
             at_once, in_turn = (_update(optimizer, taken, is_in_turn=one) for one in (False, True))
     except Exception as error:
         raise ValueError(
@@ -337,19 +347,18 @@ def _update(
         is_replaced: as for `_try`.
     """
     groups: list[dict[str, Any]] = []
-    for chosen, ndim, like in kinds:
+    for chosen, ndim, like, read in kinds:
         shapes = [sizes[:ndim] for sizes in SIZES]
-        made = [torch.nn.Parameter(torch.linspace(-1.0, 2.0, math.prod(one), **PLAIN).view(one)) for one in shapes]
-        for each in made:
-            vars(each).update(tried_attributes(like, each.shape))
-        groups.append({**chosen, "params": made})
+        values = [torch.linspace(-1.0, 2.0, math.prod(one), **PLAIN).view(one) for one in shapes]
+        groups.append({**chosen, "params": [read.tried(one, tried_attributes(like, one.shape)) for one in values]})
     parts: list[Tensor] = [part for group in groups for part in group["params"]]
     fresh = rebuild(optimizer, groups)
-    given = [{**vars(part)} for part in parts]
+    given = [attributes_of(part) for part in parts]
     for step in range(STEPS):
         if is_replaced:
             parts = [
-                _replaced(fresh, part, part.detach().clone(), 0, one) for part, one in zip(parts, given, strict=True)
+                _replaced(fresh, part, part.detach().clone(), 0, read.tried, one)
+                for part, one in zip(parts, given, strict=True)
             ]
         for place, part in enumerate(parts):
             part.grad = torch.sin(torch.arange(float(part.numel()), **PLAIN) * (step + 1) + place).view_as(part)
@@ -379,18 +388,17 @@ def _try(
         is_replaced: replace the parameter by another of its shape before each step, as where ranks update all of it.
     """
     values, found, numbers = torch.linspace(-1.0, 2.0, math.prod(shape), **PLAIN), list[Tensor](), list[list[Any]]()
-    options, _, like = kind
+    options, _, like, read = kind
     places = torch.arange(float(values.numel()), **PLAIN)
     for start, stop in pairwise(cuts or (0, values.numel())):
-        entry = torch.nn.Parameter(values.clone().view(shape))
-        vars(entry).update(tried_attributes(like, shape))
+        entry = read.tried(values.clone().view(shape), tried_attributes(like, shape))
         torch.default_generator.manual_seed(0)
         fresh = rebuild(optimizer, [{**copy.deepcopy(dict(options)), "params": [entry]}])
-        given = {**vars(entry)}  # also by the constructor
+        given = attributes_of(entry)  # also by the constructor
         part = values[start:stop].clone()
         for step, scale in enumerate(SCALES):
             if is_replaced or (cuts and step == 0):
-                entry = _replaced(fresh, entry, part if cuts else part.view(shape), start, given)
+                entry = _replaced(fresh, entry, part if cuts else part.view(shape), start, read.tried, given)
             grad = (2 * torch.cos(places) + torch.sin(places * (step + 1)) / 2) * scale  # with a mean, as of a descent
             entry.grad = grad[start:stop].clone().view_as(entry)
             fresh.step()
@@ -417,15 +425,20 @@ def _is_sliced(optimizer: torch.optim.Optimizer, kind: Kind, shape: tuple[int, .
 
 
 def _replaced(
-    optimizer: torch.optim.Optimizer, before: Tensor, values: Tensor, start: int, given: Mapping[str, Any]
+    optimizer: torch.optim.Optimizer,
+    before: Tensor,
+    values: Tensor,
+    start: int,
+    tried: Callable[[Tensor, Mapping[str, Any]], torch.nn.Parameter],
+    given: Mapping[str, Any],
 ) -> torch.nn.Parameter:
     """Replace an entry of an optimizer by one of other values, with its states, which are cut where the values are.
 
     Args:
+        tried: as of `Kinds`.
         given: attributes of the new entry.
     """
-    entry = torch.nn.Parameter(values)
-    vars(entry).update(given)
+    entry = tried(values, given)
     for group in optimizer.param_groups:
         group["params"] = [entry if one is before else one for one in group["params"]]
     for key, value in optimizer.state.pop(before, {}).items():

@@ -13,7 +13,7 @@ from typing import Any, final
 
 import torch
 
-from zeroshard.optim.attributes import kind_of, of_each_kind, tried_attributes
+from zeroshard.optim.attributes import Kinds, tried_attributes
 from zeroshard.optim.packed import PackingOptimizer, parts_of, views_of
 from zeroshard.optim.whole import Whole, whole_of
 from zeroshard.table.bytes import Cost
@@ -76,15 +76,15 @@ def as_number(value: Any) -> Any:
 
 @torch.random.fork_rng(devices=[])  # user code draws the same numbers as without trials
 def _tried(
-    optimizer: torch.optim.Optimizer, options: Options, sizes: Sequence[int], like: Tensor | None
+    optimizer: torch.optim.Optimizer, options: Options, sizes: Sequence[int], like: Tensor | None, kinds: Kinds
 ) -> Tried | str:
     """Return a new optimizer after steps on a parameter, and the parameter's states, or what it failed with.
 
     Args:
         like: a parameter with the attributes of the tried one, if any.
+        kinds: learn what is read of them.
     """
-    part = torch.nn.Parameter(torch.ones(sizes, dtype=torch.float32, device="cpu"))
-    vars(part).update(tried_attributes(like, sizes))
+    part = kinds.tried(torch.ones(sizes, dtype=torch.float32, device="cpu"), tried_attributes(like, sizes))
     places = torch.arange(1.0, part.numel() + 1, dtype=torch.float32, device="cpu").view_as(part)
     try:
         fresh = rebuild(optimizer, [{**copy.deepcopy(dict(options)), "params": [part]}])
@@ -189,18 +189,20 @@ def kept_by(optimizer: torch.optim.Optimizer, known: Kept | None = None) -> Kept
     """
     whole, done = whole_of(optimizer), dict[tuple[str, tuple[int, ...], str], Tried | str]()
     known, groups = known or Kept(whole, {}, {}, {}), [*enumerate(optimizer.param_groups)][0 if known is None else -1 :]
+    kinds = Kinds(p for _, group in groups for p in group["params"])
     costs, shapes, states, failures = known.costs, known.shapes, known.states, [known.failure]
 
     def tried(options: Options, sizes: tuple[int, ...], like: Tensor | None) -> Tried | str:
-        if (key := (repr(sorted(options.items())), sizes, kind_of(like))) not in done:
-            done[key] = _tried(optimizer, options, sizes, like)
-        return done[key]
+        told = repr(sorted(options.items()))
+        if (found := done.get((told, sizes, kinds.of(like)))) is None:
+            found = _tried(optimizer, options, sizes, like, kinds)
+            done[told, sizes, kinds.of(like)] = found
+        return found
 
     for place, group in groups:
         options = options_of(optimizer, group)
         taken = [p for p in group["params"] if whole is not None and is_taken(whole, group, p.shape)]
-        likes: Sequence[Tensor | None] = of_each_kind(group["params"]) or [None]
-        for like in likes:
+        for like in kinds.each(group["params"]) if group["params"] else [None]:
             if not isinstance(found := tried(options, (TRIED_NUMEL,), like), str):
                 cost, states = _cost_of(*found), {**states, **views_of(*found)}
                 costs = {**costs, place: max(cost, costs.get(place, cost))}
