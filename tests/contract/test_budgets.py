@@ -43,6 +43,7 @@ PLANNED = {
     "steps of the greediest group, the mean of states that differ by group": 7,
     "the step in which an exchange of islands ends, the first step without one": 50,
     "paths of models that do not exist": 3,
+    "a frontier whose pipes are planned in full, pieces of files in updates": 21,
     "updates on lists, with moments, of matrices marked by hand": 11,
     "states of random numbers that recomputations keep": 18,
 }
@@ -143,7 +144,7 @@ ADDED = {
     "an error that says why a context of torch does not help": 9,
     "states of each slice by the options of its group": 34,
     "what code outside a step computes from gradients of slices": 44,
-    "parameters follow what code writes to entries of optimizers, and updates use data of gradients": 99,
+    "parameters follow what code writes to entries of optimizers, and updates use data of gradients": 116,
     "optimizers that make way for those of another training": 29,
     "states of optimizers that Accelerate does not copy to its device": 6,
     "attributes of parameters on what stands for them": 9,

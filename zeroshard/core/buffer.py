@@ -277,11 +277,7 @@ class Bucket(Ending):
         Raises:
             RuntimeError: their values are in a file.
         """
-        if self._store.is_filed:
-            raise RuntimeError(
-                f"{what}: the master values of '{self.spec.names[0]}' and its neighbours are in a file. Read and write "
-                "parameters in `with zero.gathered(writeback=True):`, on every rank, instead."
-            )
+        self._store.check_entries(f"{what}: the master values of '{self.spec.names[0]}' and its neighbours")
         self.await_update()
 
     def count_update(self) -> None:

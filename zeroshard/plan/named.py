@@ -225,7 +225,7 @@ def _kernel_bytes(updates: Updates, passing: Passing, *, is_cpu: bool) -> int:
     entries: list[Sliced | Owned] = [*updates.trained.parameters, *whole]
     for one in entries:
         numel, size, piece = one.numel, itemsize(one.bucket.formats.state), None
-        if one.bucket.row.states.is_in_file:
+        if one.bucket.is_updated_in_pieces:
             numel, piece = min(numel, at_a_time := piece_numel(one.bucket, per_element)), one.bucket.number
         most, before = max(most, passing.own * numel + passing.before * before), numel
         totals[piece] = totals[piece] + numel if piece is None else min(totals[piece] + numel, at_a_time)

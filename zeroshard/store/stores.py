@@ -69,6 +69,9 @@ class Store(ABC):
         """Return the optimizer's entry for masters of `zeros`."""
         return masters
 
+    def check_entries(self, what: str) -> None:  # noqa: B027 (most entries are the masters)
+        """Raise if entries have no values."""
+
     @abstractmethod
     def brought(self, target: Tensor, source: Tensor, begin: Callable[[], Waitable], name: str) -> Waitable:
         """Begin to copy parameters of this memory to the device, and start their gather after the copy.
@@ -260,6 +263,17 @@ class FileStore(FarStore):
     def entry(self, masters: Tensor) -> Tensor:
         """See `Store`: a tensor of the same shape without values, which shows in what is computed from it."""
         return torch.full((1,), float("nan"), dtype=masters.dtype, device="cpu").expand(masters.shape)
+
+    def check_entries(self, what: str) -> None:
+        """See `Store`.
+
+        Raises:
+            RuntimeError: the values are in the file.
+        """
+        raise RuntimeError(
+            f"{what} are in a file. Read and write parameters in `with zero.gathered(writeback=True):`, on every rank, "
+            "instead."
+        )
 
     @property
     def takes_time(self) -> bool:

@@ -206,6 +206,11 @@ class BucketSpec:
         """Whether gradients are reduced, and an optimizer keeps states: neither exists for frozen parameters."""
         return self.is_trained and self.layout.full_numel > 0
 
+    @property
+    def is_updated_in_pieces(self) -> bool:
+        """Whether its update reads and writes states in pieces, which lie in a file."""
+        return self.row.states.is_in_file
+
     @cached_property
     def is_published(self) -> bool:
         """Whether updated parameters are gathered after a step: every rank keeps all, and updates a part."""

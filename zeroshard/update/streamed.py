@@ -107,7 +107,7 @@ class Streams(Source):
         groups = [group["params"] for group in self.optimizer.param_groups]
         here, by_bucket = [list[Tensor]() for _ in groups], dict[Bucket, list[tuple[int, Tensor]]]()
         for number, master in ((number, master) for number, group in enumerate(groups) for master in group):
-            if (bucket := slot_of(master).bucket).spec.row.states.is_in_file and master.numel():
+            if (bucket := slot_of(master).bucket).spec.is_updated_in_pieces and master.numel():
                 by_bucket.setdefault(bucket, []).append((number, master))
             else:
                 here[number].append(master)

@@ -37,7 +37,7 @@ def file_staging_bytes(units: Sequence[UnitSpec], updates: Sequence[Updates]) ->
         count, own, written = 0, [0] * SETS, [0] * SETS
         kept, most = one.trained.kept, max(one.kept.values(), default=0)
         for bucket in (b for unit in units for b in unit.buckets if b.number in kept):
-            if not bucket.row.states.is_in_file:
+            if not bucket.is_updated_in_pieces:
                 continue
             size = itemsize(bucket.formats.master)
             step = piece_numel(bucket, most)
