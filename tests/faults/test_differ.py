@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import zeroshard as zs
 from tests import models
 from tests.oracle import STAGES, Case, assert_same, ddp_run, engine_run, randn, seed
+from zeroshard.setup.equal import options_text
 from zeroshard.testing import RankFailure, run_ranks
 
 from .job import Net, loss_of, make
@@ -142,6 +143,36 @@ def test_ranks_that_were_given_different_things_say_which(what: str, texts: list
         assert error.type_name == "RankMismatchError", error
         assert all(text in error.message for text in texts), error.message
         assert "rank 0: " in error.message and "rank 1: " in error.message
+
+
+class Schedule:
+    """Has the text of any object, with its address."""
+
+
+def options() -> dict[str, Any]:
+    """Return options of a group whose texts differ between processes, by addresses and by the order of a set."""
+    return {
+        "schedule": Schedule(),
+        "schedules": [(Schedule(), 1.0), {"warm": lambda step: step, "at": torch.tensor([0.5, 2.0])}],
+        "roles": {"head", "norm", "bias", "embedding"},
+    }
+
+
+def shard_with_objects() -> str:
+    """Shard an optimizer with objects in a group. Runs on a rank."""
+    taken = [Schedule() for _ in range(100 * dist.get_rank())]
+    model = nn.Linear(4, 4)
+    zs.shard(model, torch.optim.SGD([{"params": list(model.parameters()), **options()}], lr=0.1), stage=1)
+    return f"{len(taken)} {options_text({**options(), 'lr': torch.tensor(0.5)})}"
+
+
+def test_objects_in_groups_are_no_difference() -> None:
+    """Their addresses are others on each rank, which were told of different models."""
+    text = (
+        "lr=0.5, roles={bias, embedding, head, norm}, schedule=Schedule, "
+        "schedules=((Schedule, 1.0), {warm: options.<locals>.<lambda>, at: [0.5, 2.0]})"
+    )
+    assert run_ranks(shard_with_objects, 2) == [f"0 {text}", f"100 {text}"]
 
 
 def seed_by_rank(seeds: list[int | None]) -> tuple[list[float], str]:

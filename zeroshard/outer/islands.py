@@ -29,7 +29,7 @@ from zeroshard.outer.apart import Apart, with_states
 from zeroshard.outer.exchange import Arrived, Exchange, is_finite
 from zeroshard.outer.fragments import Fragment, fragments_of, store_of
 from zeroshard.outer.options import Outer
-from zeroshard.setup.equal import check_equal
+from zeroshard.setup.equal import check_equal, options_text
 from zeroshard.table.errors import RankMismatchError
 from zeroshard.table.trace import Memory
 from zeroshard.update.optimizer import ShardedOptimizer
@@ -243,8 +243,8 @@ class Islands(Apart):
         Raises:
             RankMismatchError: on all islands, if one has another optimizer.
         """
-        kinds = [{k: v for k, v in group.items() if k != "params"} for group in one.optimizer.param_groups]
-        lines = [f"optimizer: {type(one.optimizer).__name__}, {sorted(group.items())}" for group in kinds]
+        name = type(one.optimizer).__name__
+        lines = [f"optimizer: {name}, {options_text(group)}" for group in one.optimizer.param_groups]
         check_equal(self.comm.mesh, self.comm, lines)
         super().follow(one)
 

@@ -19,7 +19,7 @@ from zeroshard.outer.islands import Islands
 from zeroshard.outer.mailed import Mailed
 from zeroshard.outer.options import Outer
 from zeroshard.outer.places import split
-from zeroshard.setup.equal import check_equal
+from zeroshard.setup.equal import check_equal, options_text
 from zeroshard.setup.request import Described
 from zeroshard.update.optimizer import ShardedOptimizer
 from zeroshard.wire.comm import Comm
@@ -126,6 +126,5 @@ def _facts_of(options: Outer) -> list[str]:
     lines = ["outer: " + ", ".join(f"{name}={getattr(options, name)!r}" for name in fields)]
     optimizer = options.trial()
     for group in optimizer.param_groups if optimizer is not None else ():
-        settings = ", ".join(f"{key}={value}" for key, value in sorted(group.items()) if key != "params")
-        lines.append(f"outer optimizer: {type(optimizer).__name__}, {settings}")
+        lines.append(f"outer optimizer: {type(optimizer).__name__}, {options_text(group)}")
     return lines

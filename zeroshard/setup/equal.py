@@ -5,7 +5,9 @@ Owns the facts of a model, its optimizers and versions, as lines of text. It mus
 
 import sys
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from enum import Enum
+from numbers import Number
 
 import numpy as np
 import torch
@@ -17,7 +19,7 @@ from zeroshard.table.errors import RankMismatchError
 from zeroshard.wire.comm import Comm
 from zeroshard.wire.mesh import Mesh
 
-__all__ = ["check_equal", "check_mesh", "facts_of", "facts_of_optimizer", "tell_refusal"]
+__all__ = ["check_equal", "check_mesh", "facts_of", "facts_of_optimizer", "options_text", "tell_refusal"]
 
 
 def facts_of(described: Described, version: str) -> list[str]:
@@ -44,12 +46,31 @@ def facts_of_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, numbe
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     lines = []
     for place, group in enumerate(optimizer.param_groups):
-        settings = ", ".join(f"{key}={value}" for key, value in sorted(group.items()) if key != "params")
         has_state = sum(parameter in optimizer.state for parameter in group["params"])
         entries = f"{len(group['params'])} entries ({has_state} with state)"
-        lines.append(f"optimizer {number}, group {place}: {type(optimizer).__name__}, {entries}, {settings}")
+        lines.append(f"optimizer {number}, group {place}: {type(optimizer).__name__}, {entries}, {options_text(group)}")
         lines += [f"optimizer {number}, group {place}: '{names[id(parameter)]}'" for parameter in group["params"]]
     return lines
+
+
+def options_text(group: Mapping[str, object]) -> str:
+    """Return the options of an optimizer's group as a text that is equal on ranks with equal options."""
+    return ", ".join(f"{key}={_text_of(value)}" for key, value in sorted(group.items()) if key != "params")
+
+
+def _text_of(value: object) -> str:
+    """Return the values in an option, and the types of other objects, whose texts may have addresses."""
+    if isinstance(value, torch.Tensor):
+        return f"{value.tolist()}" if type(value) in (torch.Tensor, nn.Parameter) and not value.is_meta else "Tensor"
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{_text_of(key)}: {_text_of(one)}' for key, one in value.items())}}}"
+    if isinstance(value, (list, tuple)):
+        return f"({', '.join(map(_text_of, value))})"
+    if isinstance(value, (set, frozenset)):
+        return f"{{{', '.join(sorted(map(_text_of, value)))}}}"
+    if value is None or isinstance(value, (Number, str, Enum, torch.dtype)):
+        return f"{value}"
+    return str(getattr(value, "__qualname__", type(value).__qualname__))
 
 
 def _library_versions(things: Iterable[object]) -> dict[str, str]:
