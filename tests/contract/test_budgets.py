@@ -67,6 +67,7 @@ ADMITTED = {
     "collections of parameters are refused by name": 15,
     "trials of whole parameters have other entries in each step": 16,
     "parameters are alike if what trials read of them is equal": 34,
+    "numbers of groups apart from objects and times, and the error that names them": 19,
 }
 """Lines of optimizers that silent faults of admission have added since the budgets were set."""
 BUDGETS = {

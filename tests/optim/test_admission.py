@@ -1,5 +1,6 @@
 """Trials find optimizers that slices, or other entries in their groups, would train on other numbers."""
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -100,6 +101,32 @@ class Mapped(Scaled):
         return self.kept[self.key(p)].mul_(0.9).add_(p.grad)
 
 
+class Schedule:
+    """Has the text of any object, with its address."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self) -> float:
+        self.calls += 1
+        return 1 / self.calls
+
+
+class Noting(Scaled):
+    """Has a schedule in its groups, and notes there the time of each step and what else a test asks for."""
+
+    def __init__(self, params: Any, note: Callable[[Tensor], Any], schedule: Any = None) -> None:
+        super().__init__(params)
+        self.defaults |= {"note": note, "schedule": schedule or Schedule()}
+        for group in self.param_groups:
+            group |= {**self.defaults, **group}
+
+    def factor(self, p: Tensor, group: dict[str, Any]) -> Any:
+        group["times"] = [*group.get("times", ()), time.perf_counter()]
+        group["noted"] = {"of": group["note"](p)}
+        return group["schedule"]()
+
+
 class Noisy(Scaled):
     """Draws random numbers."""
 
@@ -119,6 +146,28 @@ def test_what_ranks_alone_would_do_otherwise_is_refused(cls: type[Scaled]) -> No
     ):
         check(cls, is_cut=True)
     check(cls, is_cut=False)
+
+
+@pytest.mark.parametrize("note", [lambda p: object(), lambda p: p.detach().clone(), lambda p: [len(p.shape) > 9, 1.5]])
+def test_objects_times_and_what_is_of_elements_in_groups_say_nothing(note: Callable[[Tensor], Any]) -> None:
+    check_optimizers({}, [Noting(nn.Linear(3, 2).parameters(), note)], None, is_cut=True)
+
+
+@pytest.mark.parametrize(
+    ("note", "values"),
+    [
+        (lambda p: p.numel(), r"\[24\] with a whole parameter and \[16\] with"),
+        (lambda p: [p.new_full((2,), p.numel())], r"\[\[\[24.0, 24.0\]\]\] .* \[\[\[16.0, 16.0\]\]\] "),
+        (lambda p: p.ndim == 1, r"\[False\] with a whole parameter and \[True\] with"),
+    ],
+)
+def test_numbers_in_groups_that_slices_change_are_named_with_both_values(
+    note: Callable[[Tensor], Any], values: str
+) -> None:
+    with pytest.raises(
+        ValueError, match=rf"Noting is not element-wise.*group\['noted'\] is {values}.*elementwise=True"
+    ):
+        check_optimizers({}, [Noting(nn.Linear(3, 2).parameters(), note)], None, is_cut=True)
 
 
 def test_options_of_groups_decide() -> None:

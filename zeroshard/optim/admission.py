@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import nullcontext, suppress
 from itertools import pairwise
+from numbers import Number
 from operator import itemgetter
 from types import MappingProxyType
 from typing import Any
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 
 from zeroshard.optim.attributes import Kinds, attributes_of, tried_attributes
-from zeroshard.optim.keeps import SCALES, as_number, is_taken, options_of, rebuild
+from zeroshard.optim.keeps import SCALES, is_taken, options_of, rebuild
 from zeroshard.optim.packed import PackingOptimizer
 from zeroshard.optim.pieces import Resident, update_in_pieces
 from zeroshard.optim.sums import SummingOptimizer
@@ -47,6 +48,8 @@ TRIALS = (
 )
 """Of one to five dimensions, a small and a large parameter, which some optimizers factor, project or block: the
 shape, and the ends of slices, one of them empty; like those of ranks, they begin at multiples of 64 bytes."""
+MOST_NUMBERS = 7
+"""Elements of a tensor in a group that is compared: each slice of a trial has more, or none."""
 HOOKS = ("step_pre", "step_post", "state_dict_pre", "load_state_dict_pre", "load_state_dict_post")
 """What `update/` registers."""
 PLAIN: Mapping[str, Any] = MappingProxyType({"dtype": torch.float32, "device": "cpu"})
@@ -280,7 +283,8 @@ def _admit(
         shape = trials[0][0]
         reads_groups = _reads_groups(optimizer, kind, shape)
         # The small one first: some need much time and memory for the large one.
-        is_fine = not (is_cut and reads_groups) or all(_is_sliced(optimizer, kind, *one) for one in trials)
+        tried = trials if is_cut and reads_groups else ()
+        difference = next(filter(None, (_difference(optimizer, kind, *one) for one in tried)), "")
     except Exception as error:
         if not is_cut:
             return  # it sees what plain torch gives it; what else it needs is not known here
@@ -290,11 +294,10 @@ def _admit(
         ) from error
     if not reads_groups:
         raise ValueError(_misses(cls.__name__))
-    if not is_fine:
+    if difference:
         raise ValueError(
-            f"{cls.__name__} is not element-wise: in a trial of {len(SCALES)} steps, elements or numbers of its group "
-            "differ between a whole parameter and slices of it on several ranks, so sharding would change training. "
-            f"{remedy}"
+            f"{cls.__name__} is not element-wise: in a trial of {len(SCALES)} steps, {difference}, so sharding would "
+            f"change training. {remedy}"
         )
 
 
@@ -377,7 +380,7 @@ def _try(
     cuts: Sequence[int] = (),
     *,
     is_replaced: bool = False,
-) -> tuple[Tensor, list[list[Any]]]:
+) -> tuple[Tensor, list[dict[str, str]]]:
     """Run steps of new optimizers on a parameter; return the elements, and the numbers of each optimizer's group.
 
     A number that is made of all elements may count in later steps only, as that of D-Adaptation. An optimizer of no
@@ -387,7 +390,8 @@ def _try(
         cuts: ends of the slices that replace the parameter in the groups, each in an optimizer of its own, as on ranks.
         is_replaced: replace the parameter by another of its shape before each step, as where ranks update all of it.
     """
-    values, found, numbers = torch.linspace(-1.0, 2.0, math.prod(shape), **PLAIN), list[Tensor](), list[list[Any]]()
+    values = torch.linspace(-1.0, 2.0, math.prod(shape), **PLAIN)
+    found, numbers = list[Tensor](), list[dict[str, str]]()
     options, _, like, read = kind
     places = torch.arange(float(values.numel()), **PLAIN)
     for start, stop in pairwise(cuts or (0, values.numel())):
@@ -406,7 +410,7 @@ def _try(
         found.append(part)
         if stop > start:
             group = fresh.param_groups[0].items()
-            numbers.append([(key, repr(as_number(one))) for key, one in group if key != "params"])
+            numbers.append({key: repr(_numbers(one)) for key, one in group if key != "params"})
     return torch.cat(found), numbers
 
 
@@ -418,10 +422,33 @@ def _reads_groups(optimizer: torch.optim.Optimizer, kind: Kind, shape: tuple[int
     return False
 
 
-def _is_sliced(optimizer: torch.optim.Optimizer, kind: Kind, shape: tuple[int, ...], cuts: Sequence[int]) -> bool:
-    """Return whether slices of a parameter get the numbers of the whole one."""
-    (whole, numbers), (sliced, of_slices) = (_try(optimizer, kind, shape, one) for one in ((), cuts))
-    return torch.equal(whole.narrow(0, 0, cuts[-1]), sliced) and all(numbers == [one] for one in of_slices)
+def _numbers(value: Any) -> Any:
+    """Return the numbers in a value of a group; other objects say nothing of what elements have in common."""
+    if isinstance(value, Mapping):
+        return [_numbers(one) for one in value.values()]
+    if isinstance(value, (list, tuple)):
+        return [*map(_numbers, value)]
+    if isinstance(value, Tensor) and value.numel() <= MOST_NUMBERS:
+        return value.tolist()
+    return value if isinstance(value, Number) else None
+
+
+def _difference(optimizer: torch.optim.Optimizer, kind: Kind, shape: tuple[int, ...], cuts: Sequence[int]) -> str:
+    """Return what slices of a parameter have otherwise than the whole one; "" if nothing.
+
+    A number that another trial of the whole parameter does not repeat, such as the time, says nothing.
+    """
+    (whole, [numbers]), (sliced, of_slices) = (_try(optimizer, kind, shape, one) for one in ((), cuts))
+    if not torch.equal(whole.narrow(0, 0, cuts[-1]), sliced):
+        return "elements differ between a whole parameter and slices of it on several ranks"
+    keys = sorted(numbers.keys() | set().union(*of_slices))
+    pairs = [(key, numbers.get(key, "missing"), one.get(key, "missing")) for one in of_slices for key in keys]
+    if differ := [pair for pair in pairs if pair[1] != pair[2]]:
+        _, [again] = _try(optimizer, kind, shape)
+        for key, of_whole, of_slice in differ:
+            if again.get(key, "missing") == of_whole:
+                return f"group['{key}'] is {of_whole:.60} with a whole parameter and {of_slice:.60} with a slice of it"
+    return ""
 
 
 def _replaced(

@@ -23,7 +23,6 @@ __all__ = [
     "SCALES",
     "StateShape",
     "TRIED_NUMEL",
-    "as_number",
     "is_taken",
     "kept_by",
     "options_of",
@@ -63,14 +62,14 @@ def options_of(optimizer: torch.optim.Optimizer, group: Options) -> dict[str, An
     if isinstance(rate := optimizer.defaults.get("lr"), (float, Tensor)):
         options["lr"] = rate if rate != 0 else 1e-3
     if options.get("capturable"):
-        options = {key: as_number(value) for key, value in options.items()} | {"capturable": False}
+        options = {key: _as_number(value) for key, value in options.items()} | {"capturable": False}
     return options
 
 
-def as_number(value: Any) -> Any:
+def _as_number(value: Any) -> Any:
     """Return an option with numbers in place of tensors of one element."""
     if isinstance(value, (list, tuple)):
-        return type(value)(map(as_number, value))
+        return type(value)(map(_as_number, value))
     return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
 
 
