@@ -522,10 +522,10 @@ def recompute_to_the_end(pack: Callable[..., Any]) -> None:
     """Have torch.utils.checkpoint recompute a forward as a whole, not only as far as its last saved tensor.
 
     Args:
-        pack: its hook around that forward, from `innermost_hooks`.
+        pack: its hook around that forward, or around a recomputation of it, from `innermost_hooks`.
     """
-    cells = dict(zip(pack.__code__.co_freevars, pack.__closure__ or (), strict=True))
-    cells["frame"].cell_contents.early_stop = False
+    cells = inspect.getclosurevars(inspect.unwrap(pack)).nonlocals
+    (cells["frame"] if "frame" in cells else cells["target_frame_ref"]()).early_stop = False
 
 
 def is_inside_transform() -> bool:

@@ -1,6 +1,8 @@
 """Each recomputation is compared with its forward, at every step: a difference is an error."""
 
+import threading
 import weakref
+from contextlib import nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -221,6 +223,53 @@ def test_a_forward_that_saves_less_than_those_before_is_compared(is_frozen: bool
     for text in run_ranks(less, 1, is_frozen, timeout_s=TIMEOUT_S):
         assert text.startswith("2 "), text
         assert "gave other outputs than its forward" in text
+
+
+class Beside(Block):
+    """Another thread draws from torch's generator, where `mark` is 1 beside the recomputation alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.mark:
+            thread = threading.Thread(target=torch.rand, args=(1,))
+            thread.start()
+            thread.join()
+        return x + torch.tanh(self.second(torch.tanh(self.first(x))))
+
+
+class BesideDropout(Beside):
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.dropout(super().forward(x), 0.5)
+
+
+class BesideBranch(Beside):
+    """Its last saved tensor does not depend on what it draws."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.dropout(super().forward(x), 0.5) + torch.tanh(self.second(x))
+
+
+@pytest.mark.parametrize(
+    ("kind", "how", "text"),
+    [
+        (Beside, "recompute", ""),
+        (BesideDropout, "recompute", "drew other random numbers than its forward, or another thread"),
+        (BesideBranch, "recompute", "gave other outputs than its forward"),
+        (Beside, "recompute+compress-bf16", "drew other random numbers than its forward, or another thread"),
+    ],
+)
+def test_another_thread_that_draws_is_no_difference_where_values_show_none(
+    kind: type[Beside], how: str, text: str
+) -> None:
+    model = nn.Sequential(*(kind() for _ in range(2)))
+    zs.shard(model, torch.optim.SGD(model.parameters()), stage=0, activations=how, units=[kind])
+    for step in range(4):
+        loss = model(torch.randn(64, WIDTH)).square().mean()
+        model[1].mark = int(step == 2)
+        with pytest.raises(RuntimeError, match=text) if step == 2 and text else nullcontext():
+            loss.backward()
+        model[1].mark = 0
+        if step == 2 and text:
+            break
 
 
 def test_recomputed_modules_keep_one_state_of_random_numbers_each() -> None:

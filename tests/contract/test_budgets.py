@@ -153,6 +153,7 @@ ADDED = {
     "a buffer that is replaced goes first": 1,
     "checksums in place of states of random numbers": 1,
     "options of groups without addresses, in the comparison of ranks": 15,
+    "threads that draw random numbers beside recomputations": 14,
 }
 """Lines of the engine that features have added since the budgets were set."""
 MOVED = {

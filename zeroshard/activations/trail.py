@@ -10,6 +10,12 @@ Note: what is compared
     the last one from earlier forwards of the module; the first forward sums all. A forward that saves less than those
     before, because parameters are frozen now or by another path, has no sum: its recomputation runs to its end, for its
     outputs. On a device the host never waits for a sum: a flag is read with the guard's (`Guard.suspect`).
+Note: random numbers
+    All threads draw from one generator of the CPU, so its state also differs where another thread, such as one that
+    prepares batches, draws beside a module that draws nothing. Where values cannot be compared, states decide. On a
+    CPU, values must differ, too: where states do, the recomputation runs to its end, for its outputs, since a sum says
+    nothing of a branch without the last saved tensor; where the forward left the state alone, it drew nothing. On a
+    device, whose sums are not exact, that of its generator decides.
 Note: changes in place
     Autograd refuses a saved tensor that was changed later, by its version; hooks turn this check off, so it is made
     here for recomputed tensors. `core/saved.py` checks those of buckets.
@@ -78,31 +84,36 @@ class Trail:
         """Of the tensors of the last recomputation."""
         self._again: list[tuple[int, int] | None] = []
         """Their places."""
-        self._last, self._random = -1, list[int]()
+        self._last, self._random, self._begun = -1, list[int](), 0
         self._pack: Any = None
-        """The hook of `torch.utils.checkpoint` in the forward."""
+        """The hook of `torch.utils.checkpoint` in the forward, then in the recomputation."""
         self._sums: dict[int, Sum] = {}
 
     def noted(self) -> Hooks:
         """Return the hooks around the forward."""
         hooks = _checkpoints_hooks()
         self._pack = hooks[0]
+        self._begun = _checksum(torch.get_rng_state()) if self._trails.is_exact else 0
         return self._around(hooks, self._note, self._places)
 
     def followed(self) -> Hooks:
         """Return the hooks around a recomputation."""
         self._versions.clear()
         self._again = list[tuple[int, int] | None]()
-        return self._around(_checkpoints_hooks(), self._compare, self._again)
+        hooks = _checkpoints_hooks()
+        self._pack = hooks[0]
+        return self._around(hooks, self._compare, self._again)
 
     def end(self) -> bool:
-        """End the forward; return whether its outputs must be compared, since it saved too little for a sum."""
+        """End the forward; return whether its outputs may be compared: it saved too little for a sum, or may draw."""
         pack, self._pack, least = self._pack, None, self._trails.least
         if self._last < 0:
             return False
         self._trails.least = self._last if least is None else min(least, self._last)
-        if self._last in self._sums or not self._trails.is_exact:
+        if not self._trails.is_exact:
             return False
+        if self._last in self._sums:
+            return len(self._random) == 1 and self._begun != _checksum(torch.get_rng_state())
         recompute_to_the_end(pack)
         return True
 
@@ -151,10 +162,17 @@ class Trail:
             self._compare_values(number, value)
 
     def _compare_values(self, number: int, value: Tensor) -> None:
-        if number == self._last and self._random and self._random != _random_states(value):
-            raise self._trails.differs("drew other random numbers than its forward")
-        if number in self._sums:
-            self._trails.suspect(_differ(self._sums[number], _sum_of(value)))
+        flag = number in self._sums and _differ(self._sums[number], _sum_of(value))
+        if number == self._last and self._random:
+            again, is_exact = _random_states(value), self._trails.is_exact
+            if self._random[-1] != again[-1] if is_exact else self._random != again:
+                if flag or not is_exact or len(again) > 1:
+                    raise self._trails.differs(
+                        "drew other random numbers than its forward, or another thread drew some, which needs a "
+                        "torch.Generator of its own"
+                    )
+                recompute_to_the_end(self._pack)
+        self._trails.suspect(flag)
 
 
 def _checkpoints_hooks() -> Pair:
@@ -207,4 +225,8 @@ def _random_states(value: Tensor) -> list[int]:
     The state of a CPU's generator has 5 KB, which each recomputed module would keep until its backward.
     """
     own = [] if value.device.type == "cpu" else [torch.get_device_module(value.device).get_rng_state(value.device)]
-    return [zlib.crc32(state.numpy().data) for state in (torch.get_rng_state(), *own)]
+    return [*map(_checksum, (torch.get_rng_state(), *own))]
+
+
+def _checksum(state: Tensor) -> int:
+    return zlib.crc32(state.numpy().data)
