@@ -7,7 +7,7 @@ Owns the list of torch's element-wise optimizers and the trials of other optimiz
 import copy
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from itertools import pairwise
 from numbers import Number
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from zeroshard.optim.attributes import Kinds, attributes_of, tried_attributes
-from zeroshard.optim.keeps import SCALES, is_taken, options_of, rebuild
+from zeroshard.optim.keeps import SCALES, is_taken, options_of, rebuild, refuse_by_parameter
 from zeroshard.optim.packed import PackingOptimizer
 from zeroshard.optim.pieces import Resident, update_in_pieces
 from zeroshard.optim.sums import SummingOptimizer
@@ -95,7 +95,8 @@ def check_optimizers(
     for optimizer in optimizers:
         kind = type(optimizer).__name__
         _refuse(optimizer)
-        _refuse_by_parameter(optimizer, names)
+        if not is_elementwise(optimizer):
+            refuse_by_parameter(optimizer, names)
         admit_groups(optimizer, optimizer.param_groups, elementwise, is_cut=is_cut)
         if (whole := whole_of(optimizer)) is None:
             continue
@@ -154,43 +155,6 @@ def _refuse(optimizer: torch.optim.Optimizer) -> None:
             "of a sharded model does not see changes outside step(). Use an optimizer with a schedule, and "
             "torch.optim.swa_utils.AveragedModel, updated in `with zero.gathered():`, for averages."
         )
-
-
-def _refuse_by_parameter(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> None:
-    """Raise if an optimizer that is not torch's keeps parameters, or their ids, in a collection of its own.
-
-    Trials decide about lists of parameters that the constructor makes of its groups, and about nothing that it gets
-    besides. A dict may have the names of parameters, as logs need them.
-
-    Raises:
-        ValueError: entries of a sharded optimizer are not in that collection.
-    """
-    for attribute, kept in ({} if is_elementwise(optimizer) else vars(optimizer)).items():
-        if attribute == "state" or not isinstance(kept, (Mapping, Set, list, tuple)):
-            continue
-        for key in kept:
-            name = names.get(key if isinstance(key, int) else id(key))
-            value = kept[key] if isinstance(kept, Mapping) else name
-            is_named = isinstance(kept, Mapping) and isinstance(value, str) and f".{value}".endswith(f".{name}")
-            if name is None or is_named:
-                continue
-            if isinstance(kept, (list, tuple)) and isinstance(key, Tensor) and _is_made(optimizer, attribute):
-                break
-            what = f"has a {type(value).__name__} for" if isinstance(kept, Mapping) else "has"
-            raise ValueError(
-                f"{type(optimizer).__name__}.{attribute} {what} the parameter '{name}': zs.shard puts other entries "
-                "into the groups, which are not in it. Keep what belongs to a parameter in self.state[p] or in an "
-                "attribute of p, where zs.shard finds it, or in the options of a group."
-            )
-
-
-def _is_made(optimizer: torch.optim.Optimizer, attribute: str) -> bool:
-    """Return whether the constructor puts the parameters of its groups into a list."""
-    parameter = torch.nn.Parameter(torch.ones(6, 4, **PLAIN))
-    with suppress(Exception):
-        fresh = rebuild(optimizer, [{"params": [parameter]}])
-        return any(one is parameter for one in getattr(fresh, attribute))
-    return False
 
 
 def _swaps(optimizer: torch.optim.Optimizer) -> bool:

@@ -7,7 +7,8 @@ rank's slices.
 import copy
 import inspect
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -27,6 +28,7 @@ __all__ = [
     "kept_by",
     "options_of",
     "rebuild",
+    "refuse_by_parameter",
     "whole_bytes",
 ]
 
@@ -229,3 +231,40 @@ def rebuild(optimizer: torch.optim.Optimizer, parts: list[Any]) -> torch.optim.O
     # The defaults of some classes have more keys than their constructor accepts (AdamW: decoupled_weight_decay).
     defaults = {key: value for key, value in optimizer.defaults.items() if takes_all or key in accepted}
     return type(optimizer)(parts, **defaults)
+
+
+def refuse_by_parameter(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> None:
+    """Raise if an optimizer keeps parameters, or their ids, in a collection of its own.
+
+    Trials decide about lists of parameters that the constructor makes of its groups, and about nothing that it gets
+    besides. A dict may have the names of parameters, as logs need them.
+
+    Raises:
+        ValueError: entries of a sharded optimizer are not in that collection.
+    """
+    for attribute, kept in vars(optimizer).items():
+        if attribute == "state" or not isinstance(kept, (Mapping, Set, list, tuple)):
+            continue
+        for key in kept:
+            name = names.get(key if isinstance(key, int) else id(key))
+            value = kept[key] if isinstance(kept, Mapping) else name
+            is_named = isinstance(kept, Mapping) and isinstance(value, str) and f".{value}".endswith(f".{name}")
+            if name is None or is_named:
+                continue
+            if isinstance(kept, (list, tuple)) and isinstance(key, Tensor) and _is_made(optimizer, attribute):
+                break
+            what = f"has a {type(value).__name__} for" if isinstance(kept, Mapping) else "has"
+            raise ValueError(
+                f"{type(optimizer).__name__}.{attribute} {what} the parameter '{name}': zs.shard puts other entries "
+                "into the groups, which are not in it. Keep what belongs to a parameter in self.state[p] or in an "
+                "attribute of p, where zs.shard finds it, or in the options of a group."
+            )
+
+
+def _is_made(optimizer: torch.optim.Optimizer, attribute: str) -> bool:
+    """Return whether the constructor puts the parameters of its groups into a list."""
+    parameter = torch.nn.Parameter(torch.ones(6, 4, dtype=torch.float32, device="cpu"))
+    with suppress(Exception):
+        fresh = rebuild(optimizer, [{"params": [parameter]}])
+        return any(one is parameter for one in getattr(fresh, attribute))
+    return False
