@@ -313,8 +313,8 @@ ENGINE = (
     Bug(
         "values of a recomputation are not compared",
         "activations/trail.py",
-        "        if number in self._sums:",
-        "        if number in ():",
+        "flag = number in self._sums and",
+        "flag = number in () and",
         "tests/activations/test_each_time.py::test_what_differs_at_step_50_is_an_error[OtherScalar-0]",
     ),
     Bug(
@@ -1487,7 +1487,7 @@ ROOMS = (
     Bug(
         "ranks may have other rates of learning",
         "setup/equal.py",
-        "{type(optimizer).__name__}, {entries}, {settings}",
+        "{type(optimizer).__name__}, {entries}, {options_text(group)}",
         "{type(optimizer).__name__}, {entries}",
         "tests/engine/test_refused.py::test_ranks_that_differ_are_told_how[learning rate]",
     ),

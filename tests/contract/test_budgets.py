@@ -61,7 +61,7 @@ ADMITTED = {
     "states by the options of groups, of other dtypes and of later steps, why a trial failed": 22,
     "Adafactor's lists and moments": 1,
     "trials of as many dimensions as parameters have, every hook of wrappers": 7,
-    "numbers of groups in trials": 5,
+    "numbers of groups in trials": 8,
     "trials with the attributes of parameters": 51,
     "states in a dict by parameter are refused by name": 17,
     "collections of parameters are refused by name": 15,
