@@ -145,7 +145,7 @@ ADDED = {
     "an error that says why a context of torch does not help": 9,
     "states of each slice by the options of its group": 34,
     "what code outside a step computes from gradients of slices": 44,
-    "parameters follow what code writes to entries of optimizers, and updates use data of gradients": 116,
+    "parameters follow what code writes to entries of optimizers, and updates use data of gradients": 119,
     "optimizers that make way for those of another training": 29,
     "states of optimizers that Accelerate does not copy to its device": 6,
     "attributes of parameters on what stands for them": 9,

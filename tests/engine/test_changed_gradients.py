@@ -7,6 +7,7 @@ decay. Gradients are kept over some steps, so a change counts in the next one.
 
 import functools
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -279,3 +280,24 @@ def clear_by_hand() -> None:
 @pytest.mark.parametrize("world", [1, 2])
 def test_gradients_that_are_detached_and_zeroed_in_place(world: int) -> None:
     run_ranks(clear_by_hand, world)
+
+
+def read_early() -> None:
+    """Read gradients before their reduction, and step after it."""
+    plain, model = models.build(models.Stack), models.build(models.Stack)
+    ours, theirs = (torch.optim.AdamW(one.parameters(), lr=0.1) for one in (model, plain))
+    zero = zs.shard(model, ours, stage=0)
+    for one, optimizer in ((model, ours), (plain, theirs)):
+        for _ in range(2):
+            with zero.no_sync() if one is model else nullcontext():
+                one(torch.ones(2, 5)).square().mean().backward()
+                assert all(p.grad is not None for p in one.parameters())
+            one(torch.ones(2, 5)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+    for p, q in zip(plain.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(p.detach(), q.detach())
+
+
+def test_gradients_that_were_read_before_their_reduction_are_used() -> None:
+    run_ranks(read_early, 2)

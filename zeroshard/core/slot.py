@@ -158,7 +158,9 @@ class Slot:
 
     def is_moved(self, shown: Tensor, used: Tensor) -> bool:
         """Return whether code has assigned to `.data` of a whole gradient, so that it is not what an update uses."""
-        return shown.data_ptr() != used.data_ptr() or shown.stride() != self.bucket.places.strides[self.index]
+        is_plain = type(shown) is torch.Tensor  # else it was read before its reduction
+        strides = self.bucket.places.strides[self.index]
+        return is_plain and (shown.data_ptr() != used.data_ptr() or shown.stride() != strides)
 
     def keep_shown(self) -> None:
         """Hold what code has assigned to `.data` of a whole gradient, which was a view of what is held."""

@@ -45,6 +45,7 @@ def watch_written(engine: Engine) -> None:
         if (living := owner()) is not None:
             refuse_ahead(buckets, f"{living.mesh} The backward")
         for slot in slots:
-            slot.keep_shown()
+            if slot.grad_view is not None:
+                slot.keep_shown()
 
     engine.follow_entries, engine.check_forward, engine.check_written = follow, before_forward, before_backward
