@@ -81,7 +81,7 @@ def test_a_stored_profile_is_a_device(
     ("arguments", "message"),
     [
         (["plan", "gpt9"], "No shape is named 'gpt9'"),
-        (["plan", "nosuch/config.json"], "There is no file or folder 'nosuch/config.json'"),
+        (["plan", "nosuch/config.json"], "The path 'nosuch/config.json' does not exist"),
         (
             ["plan", "gpt2", "--ranks", "0"],
             "--ranks takes numbers from 1 to 16,777,216, such as 8 or, with --search, 8,16; got '0'",

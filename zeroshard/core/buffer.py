@@ -263,8 +263,7 @@ class Bucket(Ending):
 
     def entry(self, index: int) -> Tensor:
         """Return the optimizer's entry of parameter `index`."""
-        start, stop = self.master_range(index)
-        return self._store.entry(self._entries[start - self.spec.states[0] : stop - self.spec.states[0]])
+        return self._store.entry(self._updated_part(self._entries, index))
 
     @property
     def is_ahead(self) -> bool:
@@ -291,8 +290,11 @@ class Bucket(Ending):
 
     def master(self, index: int) -> Tensor:
         """Return the part of parameter `index` that the optimizer updates: a flat view, possibly of 0 elements."""
+        return self._updated_part(self._masters, index)
+
+    def _updated_part(self, masters: Tensor, index: int) -> Tensor:
         start, stop = self.master_range(index)
-        return self._masters[start - self.spec.states[0] : stop - self.spec.states[0]]
+        return masters[start - self.spec.states[0] : stop - self.spec.states[0]]
 
 
 def refuse_ahead(buckets: Iterable[Bucket], what: str) -> None:

@@ -9,7 +9,7 @@ from typing import Any, Final, final
 
 import torch
 
-from zeroshard.core.slot import Slot
+from zeroshard.core.slot import Slot, keep_shown
 from zeroshard.core.states import Sum
 from zeroshard.torch_private import foreach_norm, version_of
 
@@ -43,9 +43,7 @@ class LocalNorms:
     def known(self, p: float, dtype: torch.dtype | None) -> Tensor | None:
         """Return norms that were kept; None after gradients have changed."""
         # Full gradients are plain tensors that clipping changes without a hook; torch counts the changes.
-        for slot in self._whole:
-            if slot.grad_view is not None:
-                slot.keep_shown()
+        keep_shown(self._whole)
         if self._count_changes() != self._counted:
             self.forget()
         return self._known.get((p, dtype))

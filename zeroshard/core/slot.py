@@ -15,7 +15,7 @@ from zeroshard.core.dtypes import LossScale
 from zeroshard.wire.comm import Comm
 from zeroshard.wire.mesh import Mesh
 
-__all__ = ["Form", "NormsOfPlaces", "Owner", "Slot", "free", "let_go", "slot_of"]
+__all__ = ["Form", "NormsOfPlaces", "Owner", "Slot", "free", "keep_shown", "let_go", "slot_of"]
 
 Tensor = torch.Tensor
 
@@ -215,6 +215,13 @@ def slot_of(parameter: Tensor) -> Slot:
     """Return the slot of a sharded parameter or of its master slice."""
     slot: Slot = parameter.__dict__["_zeroshard"]
     return slot
+
+
+def keep_shown(slots: Iterable[Slot]) -> None:
+    """Hold what code has assigned to `.data` of gradients of these parameters."""
+    for slot in slots:
+        if slot.grad_view is not None:
+            slot.keep_shown()
 
 
 def let_go(slots: Iterable[Slot]) -> None:

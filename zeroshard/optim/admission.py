@@ -192,7 +192,7 @@ def admit_groups(
                 taken += [(repr((told, tried)), (options, tried, p, kinds)) for p in parameters]
                 continue
             tried = min(max(ndim, 1), len(TRIALS))
-            for like in kinds.each(parameters):
+            for like in parameters:
                 if repr((told, tried, kinds.of(like), cut)) not in done:
                     _admit(optimizer, elementwise, (options, tried, like, kinds), is_cut=cut)
                     done.add(repr((told, tried, kinds.of(like), cut)))

@@ -14,6 +14,7 @@ from typing import Any
 
 from zeroshard.core.buffer import refuse_ahead
 from zeroshard.core.engine import Engine
+from zeroshard.core.slot import keep_shown
 from zeroshard.whole.masters import follow_masters
 
 __all__ = ["watch_written"]
@@ -44,8 +45,6 @@ def watch_written(engine: Engine) -> None:
     def before_backward() -> None:
         if (living := owner()) is not None:
             refuse_ahead(buckets, f"{living.mesh} The backward")
-        for slot in slots:
-            if slot.grad_view is not None:
-                slot.keep_shown()
+        keep_shown(slots)
 
     engine.follow_entries, engine.check_forward, engine.check_written = follow, before_forward, before_backward

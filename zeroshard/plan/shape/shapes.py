@@ -231,14 +231,16 @@ def shape_named(name: str) -> Transformer:
     Raises:
         ValueError: no shape has this name.
     """
-    if name not in SHAPES and (name.endswith(".json") or os.sep in name):
-        raise ValueError(f"There is no file or folder {name!r}. Pass a config.json or its folder, or a shape's name.")
-    if name not in SHAPES:
+    if name in SHAPES:
+        return SHAPES[name]
+    if name.endswith(".json") or os.sep in name:
         raise ValueError(
-            f"No shape is named {name!r}. Known shapes: {', '.join(SHAPES)}. Or pass a config.json or its folder, a "
-            f"Transformer, or a model.{nearest(name, SHAPES)}"
+            f"The path {name!r} does not exist. Pass the path of a config.json, or of its folder, or a shape's name."
         )
-    return SHAPES[name]
+    raise ValueError(
+        f"No shape is named {name!r}. Known shapes: {', '.join(SHAPES)}. Or pass a config.json or its folder, a "
+        f"Transformer, or a model.{nearest(name, SHAPES)}"
+    )
 
 
 _LLAMAS: Final = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "deepseek_v3")
